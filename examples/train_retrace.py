@@ -1,0 +1,94 @@
+"""Trains a drafter for a target on responses that the target wrote. Run as it stands, or copy and change it.
+
+Stage 1, DFlash, on target features computed once:
+
+    python examples/train_retrace.py --conditioning none --num_carried_rounds 0 \
+        --responses examples/data/responses_0.jsonl.gz --features_dir runs/features --output_dir runs/stage1
+
+Stage 2, ReTrace, from it (the target runs beside the drafter):
+
+    python examples/train_retrace.py --init_from runs/stage1 --conditioning corrected --num_carried_rounds 2 \
+        --responses examples/data/responses_0.jsonl.gz --output_dir runs/corrected
+
+The SFT control is stage 2 with `--conditioning none`: the same blocks, without the signal. A run that was stopped goes
+on with the same command.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+
+from transformers import HfArgumentParser, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
+from retrace_hf.data.features import TargetFeatures
+from retrace_hf.data.tokenize import tokenize_responses
+from retrace_hf.targets import load_target
+
+
+@dataclass
+class ScriptArguments:
+    responses: list[str] = field(metadata={"help": "Files of responses that the target wrote (.jsonl, .jsonl.gz)."})
+    target: str = field(
+        default="HuggingFaceTB/SmolLM2-135M-Instruct", metadata={"help": "Hub id or folder of the target."}
+    )
+    init_from: str | None = field(
+        default=None, metadata={"help": "A DFlash drafter to start from; a new one by default."}
+    )
+    conditioning: str = field(default="corrected", metadata={"help": "none, overwrite, gated or corrected."})
+    num_draft_layers: int = field(default=3, metadata={"help": "Layers of a new drafter."})
+    block_size: int = field(default=8, metadata={"help": "Slots of a block, of a new drafter."})
+    target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers, of a new drafter."})
+    mask_token: str = field(default="<empty_output>", metadata={"help": "Token for slots, of a new drafter."})
+    init_from_target: bool = field(default=True, metadata={"help": "Start a new drafter from the target's layers."})
+    features_dir: str | None = field(
+        default=None, metadata={"help": "Folder for target features computed once; without it the target runs online."}
+    )
+    max_length: int = field(default=1024, metadata={"help": "Tokens kept of a row."})
+    limit: int | None = field(default=None, metadata={"help": "Rows read at most."})
+
+
+def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
+    if script.init_from is not None:
+        return RetraceDrafter.from_dflash(script.init_from, conditioning=script.conditioning)
+    return RetraceDrafter.from_target(
+        target,
+        mask_token_id=tokenizer.convert_tokens_to_ids(script.mask_token),
+        num_hidden_layers=script.num_draft_layers,
+        block_size=script.block_size,
+        target_layer_ids=script.target_layer_ids,
+        init_from_target=script.init_from_target,
+        conditioning=script.conditioning,
+    )
+
+
+def main():
+    parser = HfArgumentParser((ScriptArguments, RetraceTrainingArguments))
+    script, args = parser.parse_args_into_dataclasses()
+    set_seed(args.seed)
+    target, tokenizer = load_target(script.target)
+    dataset = tokenize_responses(script.responses, tokenizer, max_length=script.max_length, limit=script.limit)
+    dataset = dataset.add_column("row", list(range(len(dataset))))
+    drafter = make_drafter(script, target, tokenizer)
+
+    features = None
+    if script.features_dir is not None:
+        features = TargetFeatures.build_or_open(target, dataset, drafter.config.target_layer_ids, script.features_dir)
+    trainer = RetraceTrainer(
+        model=drafter,
+        target=target,
+        args=args,
+        train_dataset=dataset,
+        data_collator=RetraceDataCollator(pad_token_id=tokenizer.pad_token_id or 0, features=features),
+        processing_class=tokenizer,
+    )
+    last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    result = trainer.train(resume_from_checkpoint=last)
+    trainer.save_model()
+    trainer.save_state()
+    print(json.dumps(result.metrics))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,576 @@
+"""One round of drafting inside `generate()`, and the check that a drafter and a target belong together."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DFlashCache
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.logits_process import (
+    LogitNormalization,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
+from transformers.utils import logging
+
+from .context import captured_layers, check_target_layer_ids, gather_context_states
+from .positions import block_positions
+from .trajectory import RejectedTrajectory, align_trajectory
+
+
+logger = logging.get_logger(__name__)
+
+PROPOSALS = ("argmax", "sample")
+
+# Processors that look at each row alone and never move its argmax: they cost no loop over slots.
+_ROW_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, LogitNormalization)
+
+# Processors that remember the sequence they were last called on; a rejected draft corrupts that memory.
+_STATEFUL = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    SynthIDTextWatermarkLogitsProcessor: "watermarking_config (SynthID)",
+}
+
+# Options that choose another candidate generator, or a law that is not the target's.
+_CONFLICTING = (
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "dola_layers",
+)
+
+
+class RetraceCandidateGenerator(CandidateGenerator):
+    r"""
+    Drafts for one `generate()` call: a block from what the target verified (its tapped layers) and what it rejected.
+
+    It captures the tapped layers of every target pass (and the state after the final norm, where the conditioning
+    reads it), always runs the drafter on `B` slots, and proposes at most `min(B - 1, max_length - length - 1)` of
+    them. What is carried from one round to the next (the drafter's last states and its context K/V) lives here, on the
+    drafter's device, and goes when the call ends. Nothing is copied to the host.
+
+    Proposals are each slot's argmax, also when sampling: the loop then samples the target at every slot and compares,
+    which is the target's law exactly. With `drafter.proposal = "sample"` (and `do_sample=True`) they are drawn from
+    the drafter's own law q, processors applied, and q's logits are handed back for rejection sampling.
+
+    Custom stopping criteria are run on every proposed prefix with `scores=None`, and the block is cut before the token
+    that completes the stop: exact for criteria that are functions of the prefix. Such calls propose argmax whatever
+    `drafter.proposal` says, because a cut that depends on a drawn token would bend the law. `max_time` is looked at
+    once a round.
+
+    Logits processors are applied to prefixes that may be rejected later and out of order, so a processor with memory
+    of its own is not exact (neither is it in transformers' own assisted decoding).
+
+    Args:
+        drafter ([`RetraceDrafter`]):
+            The drafter. Its attribute `proposal`, `"argmax"` (default) or `"sample"`, sets the policy.
+        target (`PreTrainedModel`):
+            The model that `generate()` was called on.
+        generation_config (`GenerationConfig`):
+            The call's, prepared by `generate()`: `max_length` and `do_sample` are read.
+        logits_processor (`LogitsProcessorList`, *optional*):
+            The call's processors.
+        stopping_criteria (`StoppingCriteriaList`, *optional*):
+            The call's criteria.
+        model_kwargs (`dict`, *optional*):
+            The call's model inputs; a cache that already holds tokens is respected.
+
+    Raises:
+        ValueError: an unknown `drafter.proposal`, a processor that cannot be rolled back, or `"sample"` with a target
+            whose logits are not what [`draft_logits`] computes.
+
+    Source: DFlash, arXiv 2602.06036; ReTrace, arXiv 2608.29748; Leviathan et al., arXiv 2211.17192 (sampling).
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: PreTrainedModel,
+        target: PreTrainedModel,
+        generation_config,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+    ):
+        config = drafter.config
+        self.drafter = drafter
+        self.target = target
+        self.generation_config = generation_config
+        self.device = drafter.device
+        self.dtype = drafter.dtype
+        self.block_size = config.block_size
+        self.target_layer_ids = list(config.target_layer_ids)
+        self.conditioning = config.conditioning
+        self.last_layer = target.config.get_text_config(decoder=True).num_hidden_layers
+
+        self.logits_processor = _checked_processors(logits_processor)
+        self.slot_by_slot = any(type(p) not in _ROW_WISE for p in self.logits_processor)
+        self.max_length, self.prefix_criteria = _split_criteria(stopping_criteria, generation_config)
+        self.draws = _proposal(drafter) == "sample" and bool(generation_config.do_sample) and not self.prefix_criteria
+        if self.draws:
+            check_head(target)
+
+        embedding = target.get_input_embeddings()
+        self._mask_ids = torch.full(
+            (1, self.block_size - 1), config.mask_token_id, device=_device_of(embedding, default=target.device)
+        )
+        # Merged into the target's inputs at each pass. Where the user wants hidden states, all are captured.
+        wanted = generation_config.return_dict_in_generate and generation_config.output_hidden_states
+        layers = captured_layers(self.target_layer_ids, self.last_layer, with_last=self.conditioning == "corrected")
+        self._capture = {"output_hidden_states": True if wanted else layers}
+        self.model_kwargs_overrides: dict[str, Any] = self._capture
+
+        self._cache = DFlashCache(config=config)
+        self._cache.activate_past_recording()
+        self._draft_states: torch.Tensor | None = None  # the last round's, [1, B, D]
+        self._prompt_rows: torch.Tensor | None = None  # rows of the prefill that are no padding; None: all
+
+    @torch.no_grad()
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any],
+        model_outputs=None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """One round.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `[1, length]`): All tokens so far; the last one is the anchor.
+            model_kwargs (`dict`): The loop's model inputs, for positions and padding.
+            model_outputs (`ModelOutput`, *optional*): The target's last pass, rejected drafts included.
+            is_first_iteration (`bool`): Whether the target has run yet; the prefill is asked for with no proposal.
+            n_last_matches (`int`): Proposals accepted in the last pass.
+
+        Returns:
+            The tokens with the proposals behind them, `[1, length + k]`, and the `[1, k, V]` logits of the law that
+            they were drawn from (`None` for argmax proposals, and where nothing is proposed).
+        """
+        if is_first_iteration:
+            self._begin(input_ids, model_kwargs)
+            return input_ids, None
+        self.model_kwargs_overrides = self._capture  # what _begin() set was for the prefill
+        num_proposals = min(self.block_size - 1, self.max_length - input_ids.shape[1] - 1)
+        if num_proposals <= 0:
+            return input_ids, None
+
+        hidden_states = model_outputs.hidden_states
+        rows = hidden_states[self.target_layer_ids[0] + 1].shape[1]
+        num_context = rows if self._draft_states is None else n_last_matches + 1
+        # Read from the pass, not from what was meant to be proposed: length and stops cut blocks short.
+        trajectory = self._rejected(hidden_states, first_rejected=n_last_matches + 1, num_verified=rows - 1)
+        block = self._draft(input_ids, hidden_states, num_context, model_kwargs.get("position_ids"), trajectory)
+        proposals, logits = self._propose(input_ids, block[:, 1 : 1 + num_proposals])
+        if self.prefix_criteria:
+            proposals = proposals[:, : self._stop_cap(input_ids, proposals)]
+        return torch.cat([input_ids, proposals], dim=1), logits
+
+    # -- what the drafter sees ---------------------------------------------------------------------------------------
+
+    def _begin(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> None:
+        """Prepares the prefill: leaves out what a warm cache holds, and finds the padding, once a call."""
+        cached = cached_prefix_length(input_ids, self.generation_config, model_kwargs)
+        if cached:
+            # The loop would feed the whole prompt on top of the cache. These keys are sliced as plain generate()
+            # slices them; everything else of the prefill is right for a cache that holds a prefix.
+            sliced = {
+                key: model_kwargs[key][..., cached:]
+                for key in ("position_ids", "token_type_ids", "mm_token_type_ids")
+                if model_kwargs.get(key) is not None
+            }
+            sliced["input_ids"] = input_ids[:, cached:]
+            self.model_kwargs_overrides = self._capture | {k: v.to(self.target.device) for k, v in sliced.items()}
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            # generate() drops a mask of ones, so there is padding here. The drafter gets no context row for it, which
+            # is the same as a mask on it and needs none in any later round.
+            rows = mask[0, cached:].nonzero()[:, 0]
+            self._prompt_rows = None if rows.shape[0] == mask.shape[1] - cached else rows
+
+    def _rejected(self, hidden_states, first_rejected: int, num_verified: int) -> RejectedTrajectory | None:
+        """What the last round leaves for this one; `None` without a last round, and where nothing lies behind the
+        first rejection."""
+        if self.conditioning == "none" or self._draft_states is None or first_rejected >= num_verified:
+            return None
+        if self.conditioning == "corrected":
+            target_states = self._received(hidden_states[self.last_layer])
+        else:
+            target_states = self._draft_states  # gated and overwrite never read it
+        return align_trajectory(self._draft_states, target_states, first_rejected, num_verified)
+
+    def _draft(
+        self,
+        input_ids: torch.LongTensor,
+        hidden_states,
+        num_context: int,
+        position_ids: torch.LongTensor | None,
+        trajectory: RejectedTrajectory | None,
+    ) -> torch.Tensor:
+        """Runs the drafter on `B` slots behind `num_context` newly verified tokens; `[1, B, D]`, after its norm."""
+        taps = {i + 1: hidden_states[i + 1][:, :num_context] for i in self.target_layer_ids}
+        context = self._received(gather_context_states(taps, self.target_layer_ids))  # [1, n, F * D]
+        positions = self._positions(input_ids, num_context, position_ids)  # [1, n + 1], the anchor's is the last
+        if self._draft_states is not None:
+            self._cache.crop(-self.block_size)  # the last block's own K/V
+        elif self._prompt_rows is not None:
+            context = context[:, self._prompt_rows.to(context.device)]
+            rows = self._prompt_rows.to(positions.device)
+            positions = torch.cat([positions[:, rows], positions[:, -1:]], dim=1)
+        self._cache.set_previous_accepted_tokens(context.shape[1])
+        block = self.drafter(
+            noise_embeds=self._received(self._noise_embeds(input_ids)),
+            context_hidden_states=context,
+            position_ids=torch.cat([positions[:, :-1], block_positions(positions[:, -1:], self.block_size)], dim=1),
+            attention_mask=None,
+            cache=self._cache,
+            trajectory=trajectory,
+        ).last_hidden_state
+        self._draft_states = block.detach()
+        return block
+
+    def _received(self, states: torch.Tensor) -> torch.Tensor:
+        return states.detach().to(device=self.device, dtype=self.dtype)
+
+    def _positions(
+        self, input_ids: torch.LongTensor, num_context: int, position_ids: torch.LongTensor | None
+    ) -> torch.LongTensor:
+        """Positions of the last `num_context` verified tokens and of the anchor behind them, `[1, n + 1]`."""
+        if position_ids is not None and position_ids.ndim == 2:
+            return position_ids[:, -num_context - 1 :].to(self.device)
+        # Multimodal (3-D) positions mean nothing to a text drafter, which counts tokens.
+        length = input_ids.shape[1]
+        return torch.arange(length - num_context - 1, length, device=self.device)[None]
+
+    def _noise_embeds(self, input_ids: torch.LongTensor) -> torch.Tensor:
+        """Target embeddings of `[anchor, mask, ..., mask]`, `[1, B, D]`, without a norm that may be part of them."""
+        embedding = self.target.get_input_embeddings()
+        ids = torch.cat([input_ids[:, -1:].to(self._mask_ids.device), self._mask_ids], dim=1)
+        if getattr(embedding, "embed_norm", None) is not None:
+            # Such modules are an nn.Embedding with a norm behind it. Calling the base class leaves the module as it
+            # is, for other threads that use the same target.
+            return nn.Embedding.forward(embedding, ids)
+        return embedding(ids)
+
+    # -- what it proposes --------------------------------------------------------------------------------------------
+
+    def _propose(
+        self, input_ids: torch.LongTensor, hidden: torch.Tensor
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Tokens for the slots of `hidden` (`[1, k, D]`), and the logits of the law if they were drawn from one."""
+        if not self.draws and not self.slot_by_slot:
+            # A logit scale, a softcap and row-wise processors keep the argmax: none is applied.
+            return _head(self.target, hidden).argmax(dim=-1).to(input_ids.device), None
+        logits = draft_logits(self.target, hidden).to(device=input_ids.device, dtype=torch.float32)
+        if self.slot_by_slot:
+            proposals = self._propose_slot_by_slot(input_ids, logits)
+        else:
+            prefixes = input_ids.expand(logits.shape[1], -1)
+            logits = self.logits_processor(prefixes, logits[0])[None]
+            proposals = _draw(logits[0])[None]
+        return proposals, logits if self.draws else None
+
+    def _propose_slot_by_slot(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.LongTensor:
+        """Applies the processors to each slot behind the proposals before it, as the loop does; writes to `logits`."""
+        tokens = input_ids
+        for slot in range(logits.shape[1]):
+            logits[:, slot] = self.logits_processor(tokens, logits[:, slot])
+            chosen = _draw(logits[:, slot]) if self.draws else logits[:, slot].argmax(dim=-1)
+            tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+        return tokens[:, input_ids.shape[1] :]
+
+    def _stop_cap(self, input_ids: torch.LongTensor, proposals: torch.LongTensor) -> int:
+        """How many proposals come before the first one that completes a stop. The loop looks at criteria only after a
+        whole accepted block, so the completing token must be the target's own."""
+        tokens = torch.cat([input_ids, proposals], dim=1)
+        for count in range(1, proposals.shape[1] + 1):
+            if any(_stops(criterion, tokens[:, : input_ids.shape[1] + count]) for criterion in self.prefix_criteria):
+                return count - 1
+        return proposals.shape[1]
+
+
+def draft_logits(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """The target's logits for states after its final norm: its LM head and what its model class does behind it.
+
+    Known: Granite's `logits_scaling` (a divisor), Cohere's `logit_scale`, the `output_multiplier` and
+    `lm_head_multiplier` of others (factors), and `final_logit_softcapping` of the Gemma family.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        hidden (`torch.Tensor` of shape `[b, k, D]`): On any device, in any floating dtype.
+
+    Returns:
+        `torch.Tensor` of shape `[b, k, V]`, where and as the head returns it.
+    """
+    config = target.config.get_text_config(decoder=True)
+    logits = _head(target, hidden)
+    for factor in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if isinstance(getattr(config, factor, None), (int, float)):
+            logits = logits * getattr(config, factor)
+    if isinstance(getattr(config, "logits_scaling", None), (int, float)):
+        logits = logits / config.logits_scaling
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        cap = config.final_logit_softcapping
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+@torch.no_grad()
+def check_head(target: PreTrainedModel) -> None:
+    """Runs a few tokens through the target and raises a ValueError unless its logits are those of [`draft_logits`]."""
+    last = target.config.get_text_config(decoder=True).num_hidden_layers
+    # Several tokens, because the embedding of one may be zero (padding).
+    tokens = torch.arange(min(8, target.get_input_embeddings().weight.shape[0]), device=target.device)[None]
+    outputs = target(input_ids=tokens, output_hidden_states=[last], use_cache=False)
+    expected = outputs.logits.float()
+    found = draft_logits(target, outputs.hidden_states[last]).float().to(expected.device)
+    tolerance = 1e-3 if outputs.logits.dtype == torch.float32 else 5e-2
+    if not torch.linalg.vector_norm(found - expected) < tolerance * torch.linalg.vector_norm(expected):
+        raise ValueError(
+            f"{type(target).__name__} computes its logits from the last state in a way that is not known here, so "
+            "proposals cannot be drawn from the drafter's law; set drafter.proposal = 'argmax', which needs none of "
+            "it and samples the same law."
+        )
+
+
+def _head(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    head = target.get_output_embeddings()
+    dtype = head.weight.dtype if head.weight.is_floating_point() else target.dtype
+    return head(hidden.to(device=_device_of(head, default=hidden.device), dtype=dtype))
+
+
+def _device_of(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a module wants its input. Offloaded weights are on meta, and their hooks move the input themselves."""
+    return default if module.weight.is_meta else module.weight.device
+
+
+def _draw(logits: torch.Tensor) -> torch.LongTensor:
+    """One token per row of `[k, V]` logits, `[k]`."""
+    return torch.multinomial(logits.softmax(dim=-1, dtype=torch.float32), num_samples=1)[:, 0]
+
+
+def _proposal(drafter) -> str:
+    proposal = getattr(drafter, "proposal", "argmax")
+    if proposal not in PROPOSALS:
+        raise ValueError(f"drafter.proposal is {proposal!r}; it must be one of {PROPOSALS}.")
+    return proposal
+
+
+def _checked_processors(processors: LogitsProcessorList | None) -> LogitsProcessorList:
+    for processor in processors or ():
+        if type(processor) in _STATEFUL:
+            raise ValueError(
+                f"{type(processor).__name__} remembers the tokens it has seen and cannot be rolled back after a "
+                f"rejected draft; drop {_STATEFUL[type(processor)]}, or generate without assistant_model."
+            )
+    return LogitsProcessorList() if processors is None else processors
+
+
+def _split_criteria(criteria: StoppingCriteriaList | None, generation_config) -> tuple[int, list]:
+    """The length limit in tokens, and the criteria that must be looked at on each proposed prefix.
+
+    The loop itself cuts a block at the length limit and at the config's EOS tokens, so those need no look. Another
+    EOS criterion that the user passed does.
+    """
+    max_length = generation_config.max_length
+    prefix_criteria = []
+    eos = getattr(generation_config, "_eos_token_tensor", None)
+    handled = set() if eos is None else set(eos.flatten().tolist())
+    for criterion in criteria or ():
+        if type(criterion) is MaxLengthCriteria:
+            max_length = min(max_length, criterion.max_length)
+        elif type(criterion) is EosTokenCriteria and set(criterion.eos_token_id.flatten().tolist()) <= handled:
+            continue
+        elif type(criterion) is not MaxTimeCriteria:
+            prefix_criteria.append(criterion)
+    return max_length, prefix_criteria
+
+
+def _stops(criterion, tokens: torch.LongTensor) -> bool:
+    try:
+        return bool(torch.as_tensor(criterion(tokens, None)).any())
+    except Exception as error:
+        raise ValueError(
+            f"The stopping criterion {type(criterion).__name__} failed on a proposed prefix without scores ({error}). "
+            "With a drafter, criteria must be functions of the tokens; drop it, or generate without assistant_model."
+        ) from error
+
+
+# -- does this drafter belong to this target, and can this call be served? -------------------------------------------
+
+
+def cached_prefix_length(input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> int:
+    """How many leading tokens of `input_ids` the call's cache already holds.
+
+    0 for an empty cache, and where only the new tokens were passed: plain `generate()` tells the two apart by the
+    length of the attention mask, and so does this.
+    """
+    cache = model_kwargs.get("cache")
+    past = int(cache.get_seq_length()) if cache is not None else 0
+    mask = model_kwargs.get("attention_mask")
+    seen = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", -1)
+    return past if seen == input_ids.shape[1] else 0
+
+
+def check_pairing(
+    drafter,
+    target: PreTrainedModel,
+    generation_config=None,
+    model_kwargs: dict[str, Any] | None = None,
+    input_ids: torch.LongTensor | None = None,
+) -> None:
+    """Raises before the target has run if this drafter cannot serve this target, or not in this call.
+
+    Args:
+        drafter ([`RetraceDrafter`]): The drafter, PEFT-wrapped or not.
+        target (`PreTrainedModel`): The model that is to generate.
+        generation_config (`GenerationConfig`, *optional*): The call's options, checked if given.
+        model_kwargs (`dict`, *optional*): The call's model inputs, checked together with `input_ids`.
+        input_ids (`torch.LongTensor` of shape `[b, length]`, *optional*): The prompt.
+
+    Raises:
+        ValueError: names what does not fit, and the cure.
+    """
+    _check_models(drafter.config, target)
+    if generation_config is not None:
+        _check_options(generation_config, target)
+    if input_ids is not None:
+        _check_inputs(input_ids, generation_config, model_kwargs or {})
+
+
+def _check_models(config, target: PreTrainedModel) -> None:
+    name = type(target).__name__
+    text = target.config.get_text_config(decoder=True)
+    if getattr(target.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; a block drafter serves decoder-only targets.")
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no LM head (output embeddings); load the target with AutoModelForCausalLM.")
+    if config.hidden_size != text.hidden_size:
+        raise ValueError(
+            f"The drafter's hidden size is {config.hidden_size} and that of {name} is {text.hidden_size}; use the "
+            "drafter that was trained for this target."
+        )
+    if config.num_target_layers != text.num_hidden_layers:
+        raise ValueError(
+            f"The drafter was made for a target of {config.num_target_layers} layers and {name} has "
+            f"{text.num_hidden_layers}; use the drafter that was trained for this target."
+        )
+    check_target_layer_ids(config.target_layer_ids, text.num_hidden_layers)
+    rows = target.get_input_embeddings().weight.shape[0]
+    if config.vocab_size not in (rows, text.vocab_size):
+        raise ValueError(
+            f"The drafter's vocabulary has {config.vocab_size} tokens and that of {name} has {rows}; use the drafter "
+            "of this target, or resize the target's embeddings to the size the drafter was trained with."
+        )
+    if config.mask_token_id is None:
+        raise ValueError(
+            "The drafter's config has no mask_token_id; set it to the mask token it was trained with, an unused "
+            "special token of the target."
+        )
+    if not 0 <= config.mask_token_id < rows:
+        raise ValueError(
+            f"The drafter's mask_token_id {config.mask_token_id} is beyond the {rows} embedding rows of {name}; call "
+            "target.resize_token_embeddings() as in training, or correct drafter.config.mask_token_id."
+        )
+    special = {text.pad_token_id, *(text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id])}
+    if config.mask_token_id in special:
+        logger.warning_once(
+            f"The drafter's mask_token_id {config.mask_token_id} is also the target's padding or end token; an unused "
+            "special token drafts better."
+        )
+
+
+def _check_options(generation_config, target: PreTrainedModel) -> None:
+    for option in ("num_beams", "num_return_sequences"):
+        value = getattr(generation_config, option, None)
+        if value is not None and value > 1:
+            raise ValueError(f"{option} is {value}; a drafter serves one sequence at a time, set {option}=1.")
+    if generation_config.use_cache is False:
+        raise ValueError("use_cache is False; a drafter needs the target's cache, leave use_cache out.")
+    for option in _CONFLICTING:
+        if getattr(generation_config, option, None):
+            raise ValueError(
+                f"{option} is {getattr(generation_config, option)} and does not go together with a drafter; leave out "
+                f"{option} or assistant_model."
+            )
+    guidance = getattr(generation_config, "guidance_scale", None)
+    if guidance is not None and guidance != 1:
+        raise ValueError(
+            f"guidance_scale is {guidance}; it keeps a cache of its own that cannot be rolled back after a rejected "
+            "draft. Leave out guidance_scale or assistant_model."
+        )
+    attention = getattr(target.config.get_text_config(decoder=True), "_attn_implementation", None)
+    if generation_config.output_attentions and generation_config.return_dict_in_generate and attention != "eager":
+        raise ValueError(
+            f"output_attentions is set and the target's attention is {attention!r}, which returns none; call "
+            "target.set_attn_implementation('eager') first."
+        )
+    if generation_config.cache_implementation == "quantized":
+        raise ValueError(
+            "cache_implementation is 'quantized'; a quantized cache cannot be cropped after a rejected draft. Leave "
+            "out cache_implementation or assistant_model."
+        )
+
+
+def _check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> None:
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"The batch has {input_ids.shape[0]} sequences; a drafter serves one, call generate() once for each."
+        )
+    embeds = model_kwargs.get("inputs_embeds")
+    if input_ids.shape[1] == 0 or (embeds is not None and embeds.shape[1] != input_ids.shape[1]):
+        raise ValueError(
+            "inputs_embeds was passed without input_ids of the same length; a drafter needs the prompt's tokens, pass "
+            "input_ids (with or without inputs_embeds)."
+        )
+    cache = model_kwargs.get("cache")
+    if cache is None:
+        raise ValueError("There is no cache; a drafter needs the target's cache, leave use_cache out.")
+    if not cache.is_croppable:
+        raise ValueError(
+            f"{type(cache).__name__} cannot be cropped after a rejected draft; leave out cache and "
+            "cache_implementation, or assistant_model."
+        )
+    past = int(cache.get_seq_length())
+    if past:
+        _check_warm_cache(past, input_ids, generation_config, model_kwargs)
+
+
+def _check_warm_cache(past: int, input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> None:
+    """What a cache that already holds tokens does not go together with."""
+    cached = cached_prefix_length(input_ids, generation_config, model_kwargs)
+    if cached >= input_ids.shape[1]:
+        raise ValueError(
+            f"The cache holds {past} tokens and the prompt has {input_ids.shape[1]}; pass the whole text so far, with "
+            "at least one token behind what the cache holds."
+        )
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds cannot continue a cache that holds tokens; pass input_ids alone.")
+    if model_kwargs["cache"].is_compileable:
+        raise ValueError(
+            f"A {type(model_kwargs['cache']).__name__} that already holds tokens cannot be continued with a drafter; "
+            "pass a DynamicCache, or reset() it and pass the whole text."
+        )
+    if not cached and model_kwargs.get("attention_mask") is not None:
+        raise ValueError(
+            "With padding and a cache that holds tokens, pass the whole text so far as input_ids, not the new tokens "
+            "alone."
+        )
+
+
+__all__ = ["RetraceCandidateGenerator", "check_pairing", "draft_logits"]

@@ -1,0 +1,131 @@
+"""Configuration of a ReTrace drafter."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+CONTEXT_FUSIONS = ("shared",)
+CONDITIONINGS = ("none", "overwrite", "gated", "corrected")
+
+
+@strict
+class RetraceConfig(PreTrainedConfig):
+    r"""
+    Shape of a block-diffusion drafter (DFlash, arXiv 2602.06036) and what it is conditioned on
+    (ReTrace, arXiv 2608.29748). Every way of looking at the world is one field.
+
+    Args:
+        vocab_size (`int`, defaults to 151936):
+            Rows of the target's embedding. The drafter holds neither embedding nor LM head, it borrows the target's.
+        hidden_size (`int`, defaults to 4096):
+            Hidden size `D`, which is the target's.
+        block_size (`int`, defaults to 16):
+            Slots `B` of a block: the anchor in slot 0 and `B - 1` proposals.
+        mask_token_id (`int`, *optional*):
+            Token whose target embedding fills slots 1 to `B - 1`.
+        target_layer_ids (`list[int]`, *optional*):
+            0-based target layers whose outputs are the context, `hidden_states[id + 1]`. The last layer is not among
+            them: transformers returns it after the final norm.
+        num_target_layers (`int`, *optional*):
+            Layers of the target.
+        context_fusion (`str`, defaults to `"shared"`):
+            How verified tokens become context. `"shared"`: one projection read by all draft layers (DFlash).
+        conditioning (`str`, defaults to `"corrected"`):
+            What the rejected suffix of the last round adds to the next block: `"none"` (DFlash), `"corrected"`
+            (ReTrace), or its ablations `"gated"` (no correction by target states) and `"overwrite"` (rejected states
+            replace the mask embeddings, no parameters). Read in each forward: setting it to `"none"` on a loaded
+            drafter switches the signal off.
+        item_slots (`int`, defaults to 0):
+            Tokens of an item in generative recommendation (PAD-Rec); 0: no item slots. Only 0 is served today.
+        step_embeddings (`bool`, defaults to `False`):
+            Step embeddings (PAD-Rec). Only `False` is served today.
+
+    The other fields are those of a Qwen3 layer.
+
+    Raises:
+        ValueError: a field has a value that no drafter can be built from.
+    """
+
+    model_type = "retrace"
+    keys_to_ignore_at_inference = ["cache"]
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    layer_types: list[str] | None = None
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    block_size: int = 16
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    context_fusion: str = "shared"
+    conditioning: str = "corrected"
+    item_slots: int = 0
+    step_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        super().__post_init__(**kwargs)
+        self._check_shape()
+        self._check_axes()
+
+    def _check_shape(self):
+        if self.block_size < 2:
+            raise ValueError(
+                f"block_size is {self.block_size}; a block needs the anchor and at least one proposal (>= 2)."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})."
+            )
+        if any(kind != "full_attention" for kind in self.layer_types):
+            raise ValueError(
+                f"layer_types is {self.layer_types}; draft layers attend to the whole context, so every entry must be "
+                "'full_attention'."
+            )
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}."
+            )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is outside the target's {self.vocab_size} embedding rows; choose an "
+                "unused special token of the target's tokenizer."
+            )
+
+    def _check_axes(self):
+        if self.context_fusion not in CONTEXT_FUSIONS:
+            raise ValueError(f"context_fusion is {self.context_fusion!r}; this version serves {CONTEXT_FUSIONS}.")
+        if self.conditioning not in CONDITIONINGS:
+            raise ValueError(f"conditioning is {self.conditioning!r}; it must be one of {CONDITIONINGS}.")
+        if self.item_slots or self.step_embeddings:
+            raise ValueError(
+                f"item_slots={self.item_slots} and step_embeddings={self.step_embeddings}: this version serves 0 and "
+                "False only."
+            )
+
+
+__all__ = ["RetraceConfig"]

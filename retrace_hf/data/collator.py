@@ -1,0 +1,82 @@
+"""Rows of tokens, and features of the target where there are some, to one padded batch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass
+class RetraceDataCollator:
+    """
+    Pads rows of [`~retrace_hf.data.tokenize.tokenize_responses`] on the right. Anchors are not chosen here: the
+    trainer samples them, anew in every epoch.
+
+    Args:
+        pad_token_id (`int`, *optional*, defaults to `0`):
+            Token written into padded positions. `attention_mask` and `loss_mask` are 0 there, so any id of the
+            vocabulary will do.
+        features (`TargetFeatures`, *optional*):
+            Anything whose `features[row]` is the `np.float16` array `[length, F*D]` of dataset row `row`. With it
+            the batch carries `context_hidden_states`, and every row needs the column `"row"`, its index in the
+            dataset the features were built from.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `input_ids` `[b, S]` int64, `attention_mask` `[b, S]` int64, `loss_mask` `[b, S]`
+        bool; `row` `[b]` int64 if the rows have it; `context_hidden_states` `[b, S, F*D]` float32, zero at padding,
+        if `features` is given.
+
+    Raises:
+        `ValueError`: an empty batch, a mask of another length than its tokens, `features` without the column
+        `"row"`, or features of another length than the row's tokens.
+    """
+
+    pad_token_id: int = 0
+    features: object | None = None
+
+    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        if not rows:
+            raise ValueError("RetraceDataCollator got an empty batch; give it at least one row.")
+        lengths = [len(row["input_ids"]) for row in rows]
+        for i, (row, length) in enumerate(zip(rows, lengths)):
+            if len(row["loss_mask"]) != length:
+                raise ValueError(
+                    f"Row {row.get('id', i)!r} has {length} input_ids but {len(row['loss_mask'])} loss_mask entries; "
+                    "make both with retrace_hf.data.tokenize.tokenize_responses."
+                )
+
+        shape = (len(rows), max(lengths))
+        batch = {
+            "input_ids": torch.full(shape, self.pad_token_id, dtype=torch.int64),
+            "attention_mask": torch.zeros(shape, dtype=torch.int64),
+            "loss_mask": torch.zeros(shape, dtype=torch.bool),
+        }
+        for i, (row, length) in enumerate(zip(rows, lengths)):
+            batch["input_ids"][i, :length] = torch.as_tensor(row["input_ids"], dtype=torch.int64)
+            batch["attention_mask"][i, :length] = 1
+            batch["loss_mask"][i, :length] = torch.as_tensor(row["loss_mask"], dtype=torch.bool)
+
+        if all("row" in row for row in rows):
+            batch["row"] = torch.tensor([int(row["row"]) for row in rows], dtype=torch.int64)
+        if self.features is not None:
+            batch["context_hidden_states"] = self._gather_features(batch, lengths)
+        return batch
+
+    def _gather_features(self, batch: dict[str, torch.Tensor], lengths: list[int]) -> torch.Tensor:
+        if "row" not in batch:
+            raise ValueError(
+                'Features of the target are looked up by the column "row", which is missing. Add it to the dataset '
+                'the features were built from, before shuffling or splitting: dataset.add_column("row", '
+                "list(range(len(dataset)))), and set remove_unused_columns=False in the training arguments."
+            )
+        arrays = [self.features[row] for row in batch["row"].tolist()]
+        for row, array, length in zip(batch["row"].tolist(), arrays, lengths):
+            if len(array) != length:
+                raise ValueError(
+                    f"The features of row {row} cover {len(array)} tokens but the row has {length}: they belong to "
+                    "another dataset. Rebuild them with TargetFeatures.build_or_open."
+                )
+        features = torch.zeros((*batch["input_ids"].shape, arrays[0].shape[-1]), dtype=torch.float32)
+        for i, array in enumerate(arrays):
+            features[i, : len(array)] = torch.from_numpy(np.asarray(array, dtype=np.float32))
+        return features  # [b, S, F*D]

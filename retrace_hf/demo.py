@@ -1,0 +1,337 @@
+"""
+The demo: one target, one drafter, three prompts, three ways to the same text.
+
+(a) plain `generate`; (b) transformers' own DFlash generator on the drafter's weights, which knows no trajectory and is
+therefore called "signal off"; (c) ReTrace.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers.generation.streamers import BaseStreamer
+
+from .generation import AcceptanceStats, record_acceptance
+from .modeling_retrace import RetraceDrafter
+from .targets import load_target
+
+
+DRAFTER = "model_cards/retrace-smollm2-135m"
+PROMPTS = {
+    "chat": "Explain to a new neighbour how a public library works, and why it is worth a visit.",
+    "maths": (
+        "A baker makes 24 rolls an hour and sells each for 3 dollars. She bakes for 5 hours and gives 20 rolls away. "
+        "How much does she earn? Think step by step and give the final answer at the end."
+    ),
+    "code": "Write a Python function that counts how often each word occurs in a text, with a docstring.",
+}
+WAYS = {"plain": "(a) plain generate", "dflash": "(b) DFlash, signal off", "retrace": "(c) ReTrace"}
+WARM_UP_TOKENS = 8
+# A pipe has no width of its own, and the table should not be folded for it.
+PIPED_WIDTH = 160
+
+
+class OriginStreamer(BaseStreamer):
+    """
+    Streams text piece by piece, each with where it comes from.
+
+    `generate()` puts the prompt first, then the one token of the prefill, then what each round yields: of `n` tokens
+    the first `n - 1` were drafted and accepted, the last is the target's own.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): the target's.
+        write (`Callable[[str, bool], None]`): called with a piece of text and whether all of it was drafted.
+    """
+
+    def __init__(self, tokenizer, write: Callable[[str, bool], None]):
+        self.tokenizer = tokenizer
+        self.write = write
+        self._saw_prompt = False
+        self._ids: list[int] = []
+        self._drafted: list[bool] = []
+        # Two marks in _ids: text up to _read is written; decoding starts at _start, one piece earlier, because some
+        # tokenizers drop the space in front of the first token they decode.
+        self._start = self._read = 0
+
+    def put(self, value: torch.Tensor):
+        """Takes token ids, `[n]` or `[1, n]`."""
+        ids = value.reshape(-1).tolist()
+        if not self._saw_prompt:
+            self._saw_prompt = True
+            return
+        for i, token in enumerate(ids):
+            self._ids.append(token)
+            self._drafted.append(i < len(ids) - 1)
+            self._write_new(final=False)
+
+    def end(self):
+        self._write_new(final=True)
+
+    def _write_new(self, final: bool):
+        before = self._decode(self._ids[self._start : self._read])
+        text = self._decode(self._ids[self._start :])
+        # A character whose bytes are spread over tokens decodes to a replacement character until its last token.
+        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
+            return
+        self.write(text[len(before) :], all(self._drafted[self._read :]))
+        self._start, self._read = self._read, len(self._ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class OriginPrinter:
+    """
+    Writes pieces of text to a console: in colour where there is one, else with `[[ ]]` around what was drafted.
+
+    Args:
+        console (`rich.console.Console`): where to.
+    """
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.in_colour = console.is_terminal and console.color_system is not None and not console.no_color
+        self._open = False
+
+    def legend(self):
+        if self.in_colour:
+            self._styled("drafted and accepted", True)
+            self.console.print("  ", end="")
+            self._styled("supplied by the target", False)
+            self.console.print()
+        else:
+            self._raw("[[drafted and accepted]] supplied by the target\n")
+
+    def write(self, text: str, drafted: bool):
+        if self.in_colour:
+            self._styled(text, drafted)
+            return
+        if drafted != self._open:
+            self._raw("[[" if drafted else "]]")
+            self._open = drafted
+        self._raw(text)
+
+    def end(self):
+        if self._open:
+            self._raw("]]")
+            self._open = False
+        self._raw("\n\n")
+
+    def _styled(self, text: str, drafted: bool):
+        style = "bold green" if drafted else "yellow"
+        self.console.print(Text(text, style=style), end="", soft_wrap=True)
+
+    def _raw(self, text: str):
+        self.console.file.write(text)
+        self.console.file.flush()
+
+
+@dataclass
+class Run:
+    """
+    One answer, or several pooled.
+
+    Args:
+        seconds (`float`): wall-clock time in `generate()`.
+        ids (`list[list[int]]`): the new tokens of each answer.
+        stats (`AcceptanceStats`): its rounds; plain `generate` counts as rounds without a proposal.
+    """
+
+    seconds: float
+    ids: list[list[int]]
+    stats: AcceptanceStats
+
+
+def answer(target, inputs: dict, max_new_tokens: int, drafter=None, streamer=None, **options) -> Run:
+    """
+    Generates one greedy answer and counts its rounds.
+
+    Args:
+        target (`PreTrainedModel`): the model that answers.
+        inputs (`dict`): `input_ids` and `attention_mask`, each `[1, n]`.
+        max_new_tokens (`int`): tokens of the answer at most.
+        drafter (`RetraceDrafter`, *optional*): without it, plain `generate`.
+        streamer (`BaseStreamer`, *optional*): gets the tokens as they come.
+        options: passed to `generate()`, for example `speculation_type="dflash"`.
+    """
+    if drafter is not None:
+        options["assistant_model"] = drafter
+    with record_acceptance() as stats:
+        started = time.perf_counter()
+        output = target.generate(
+            **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, **options
+        )
+        if output.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+    if drafter is None:
+        # One token a pass: nobody records what has no candidate generator.
+        passes = len(ids) - 1
+        stats = AcceptanceStats(accepted_per_round=[0] * passes, proposed_per_round=[0] * passes, calls=1)
+    return Run(seconds, [ids], stats)
+
+
+def pool(runs: list[Run]) -> Run:
+    """Several runs as one: seconds added, rounds put together."""
+    stats = AcceptanceStats(
+        accepted_per_round=[n for run in runs for n in run.stats.accepted_per_round],
+        proposed_per_round=[n for run in runs for n in run.stats.proposed_per_round],
+        calls=sum(run.stats.calls for run in runs),
+    )
+    return Run(sum(run.seconds for run in runs), [ids for run in runs for ids in run.ids], stats)
+
+
+def run_demo(target, tokenizer, drafter, prompts: dict[str, str], max_new_tokens: int, console: Console):
+    """
+    Answers each prompt three ways and prints the text of the third as it comes, then one table.
+
+    Args:
+        target (`PreTrainedModel`): in eval mode.
+        tokenizer (`PreTrainedTokenizerBase`): the target's, with a chat template.
+        drafter (`RetraceDrafter`): a drafter for this target.
+        prompts (`dict[str, str]`): kind of prompt to its text.
+        max_new_tokens (`int`): tokens of an answer at most.
+        console (`rich.console.Console`): where to print.
+
+    Returns:
+        `dict[str, dict[str, Run]]`: the timed runs, by kind of prompt and way.
+    """
+    options = {
+        "plain": {},
+        "dflash": {"drafter": drafter, "speculation_type": "dflash"},
+        "retrace": {"drafter": drafter},
+    }
+    encoded = {
+        kind: tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(target.device)
+        for kind, prompt in prompts.items()
+    }
+    for way in WAYS:
+        answer(target, next(iter(encoded.values())), WARM_UP_TOKENS, **options[way])
+
+    printer = OriginPrinter(console)
+    printer.legend()
+    runs = {}
+    for kind, inputs in encoded.items():
+        console.print(Text(f"\n{kind}: {prompts[kind]}", style="bold"), soft_wrap=True)
+        # Streamed once for the eye. Printing is no part of what the table compares, so the clock runs afterwards.
+        answer(target, inputs, max_new_tokens, streamer=OriginStreamer(tokenizer, printer.write), **options["retrace"])
+        printer.end()
+        runs[kind] = {way: answer(target, inputs, max_new_tokens, **options[way]) for way in WAYS}
+
+    console.print(results_table(runs))
+    return runs
+
+
+def results_table(runs: dict[str, dict[str, Run]]) -> Table:
+    """
+    What the demo measured, as a table: a block for each kind of prompt, and one for all of them pooled over rounds.
+
+    Args:
+        runs (`dict[str, dict[str, Run]]`): by kind of prompt and way, as [`run_demo`] returns them.
+    """
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption="A pass is a target forward after the prefill; tau is the mean of tokens per pass, over passes. "
+        "(b) runs the same weights without the trajectory. Accepted at slot k: of the blocks that proposed k or "
+        "more tokens, how many per cent had k or more accepted. x (a), x (b): how many times faster. Greedy, float32.",
+        caption_justify="left",
+    )
+    table.add_column("prompt")
+    table.add_column("way", no_wrap=True)
+    table.add_column("equal to (a)")
+    for name in ("tokens", "passes", "tau"):
+        table.add_column(name, justify="right")
+    table.add_column("% accepted at slot 1, 2, ...")
+    for name in ("seconds", "x (a)", "x (b)"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    pooled = {way: pool([by_way[way] for by_way in runs.values()]) for way in WAYS}
+    for kind, by_way in {**runs, "all": pooled}.items():
+        for way, run in by_way.items():
+            table.add_row(
+                kind if way == "plain" else "",
+                WAYS[way],
+                _equality(run.ids, by_way["plain"].ids) if way != "plain" else "",
+                str(run.stats.new_tokens),
+                str(run.stats.rounds),
+                f"{run.stats.acceptance_length:.2f}",
+                " ".join(f"{share * 100:.0f}" for share in run.stats.acceptance_at),
+                f"{run.seconds:.2f}",
+                f"{by_way['plain'].seconds / run.seconds:.2f}",
+                f"{by_way['dflash'].seconds / run.seconds:.2f}",
+                end_section=way == "retrace",
+            )
+    return table
+
+
+def _equality(answers: list[list[int]], expected: list[list[int]]) -> str:
+    if answers == expected:
+        return "yes"
+    if len(answers) > 1:
+        return f"no, {sum(a != e for a, e in zip(answers, expected))} of {len(answers)} differ"
+    pairs = list(zip(answers[0], expected[0]))
+    first = next((i for i, (token, other) in enumerate(pairs) if token != other), len(pairs))
+    return f"no, from token {first + 1}"
+
+
+def find_drafter(path: str) -> Path:
+    """
+    The folder of a drafter: `path` as it is, or as seen from the root of this checkout.
+
+    Raises:
+        `FileNotFoundError`: it is in neither place.
+    """
+    for folder in (Path(path), Path(__file__).resolve().parents[1] / path):
+        if (folder / "config.json").is_file():
+            return folder
+    raise FileNotFoundError(
+        f"There is no drafter in {path}: a folder with config.json and weights was expected. Run from the root of the "
+        "repository, or give the folder of a trained drafter with --drafter."
+    )
+
+
+def demo(drafter: str, target: str, max_new_tokens: int, threads: int | None, console: Console | None = None):
+    """
+    Loads target and drafter in float32 and runs the demo on its three prompts.
+
+    Args:
+        drafter (`str`): folder of the drafter.
+        target (`str`): Hub id or folder of the target.
+        max_new_tokens (`int`): tokens of an answer at most, at least 2.
+        threads (`int`, *optional*): threads of torch; its own choice if left out.
+        console (`rich.console.Console`, *optional*): where to print, standard output if left out.
+
+    Raises:
+        `ValueError`: a number out of range, or a drafter that does not fit the target.
+        `OSError`: no such drafter or target.
+    """
+    if max_new_tokens < 2:
+        raise ValueError(
+            f"--max-new-tokens must be at least 2, got {max_new_tokens}: the prefill gives the first token."
+        )
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {threads}.")
+        torch.set_num_threads(threads)
+    if console is None:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=PIPED_WIDTH)
+    folder = find_drafter(drafter)
+    model, tokenizer = load_target(target, dtype=torch.float32)
+    assistant = RetraceDrafter.from_pretrained(folder, dtype=torch.float32).eval()
+    console.print(
+        f"target {model.name_or_path}, drafter {folder.name}, float32, {torch.get_num_threads()} threads",
+        soft_wrap=True,
+        markup=False,
+    )
+    return run_demo(model, tokenizer, assistant, PROMPTS, max_new_tokens, console)

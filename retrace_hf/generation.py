@@ -1,0 +1,224 @@
+"""What makes `target.generate(..., assistant_model=drafter)` work, and counts what was accepted."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.generation.candidate_generator import CandidateGenerator, DFlashTokenCandidateGenerator
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
+
+from .candidate_generator import check_pairing
+
+
+def install_generate_hook() -> None:
+    """Teaches `generate()` to use any assistant with a `get_candidate_generator` method. A second call does nothing.
+
+    Three methods of `GenerationMixin` are wrapped, each for what it alone knows: `_validate_generation_mode` sees the
+    options before anything has run, `_assisted_decoding` the stopping criteria and the cache,
+    `_get_candidate_generator` chooses. A call without such an assistant, or with `speculation_type="dflash"`, goes to
+    transformers' own methods unchanged.
+    """
+    # The mark is on the class, so that this package and a remote-code copy of it share one hook and its recorders.
+    if "_retrace_recorders" in vars(GenerationMixin):
+        return
+    GenerationMixin._retrace_recorders = ContextVar("retrace_recorders", default=())
+    GenerationMixin._validate_generation_mode = _validating(GenerationMixin._validate_generation_mode)
+    GenerationMixin._assisted_decoding = _decoding(GenerationMixin._assisted_decoding)
+    GenerationMixin._get_candidate_generator = _choosing(GenerationMixin._get_candidate_generator)
+
+
+def _drafts(assistant_model, generation_config) -> bool:
+    """Whether this assistant brings its own generator. By name, not by class: a remote-code copy of the drafter is
+    another class, and a PeftModel hands the method through."""
+    wants_native = getattr(generation_config, "speculation_type", None) == "dflash"
+    return not wants_native and callable(getattr(assistant_model, "get_candidate_generator", None))
+
+
+def _validating(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if not _drafts(drafter, generation_config):
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        check_pairing(drafter, self, generation_config)
+        if generation_mode != GenerationMode.ASSISTED_GENERATION:
+            raise ValueError(
+                f"The options ask for {generation_mode.value}; a drafter serves greedy search and sampling. Leave out "
+                "the options of the other mode, or assistant_model."
+            )
+        if "assistant_tokenizer" in generation_mode_kwargs:
+            raise ValueError("A drafter uses the target's tokenizer; leave out assistant_tokenizer.")
+        # What upstream would check of the assistant (one tokenizer or two) has been checked above.
+        others = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
+        return original(self, generation_mode, generation_config, others)
+
+    return _validate_generation_mode
+
+
+def _decoding(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _assisted_decoding(self, *args, **kwargs):
+        call = signature.bind(self, *args, **kwargs).arguments
+        generation_config = call["generation_config"]
+        drafter = call.get("assistant_model")
+        if _drafts(drafter, generation_config):
+            check_pairing(drafter, self, generation_config, call.get("model_kwargs"), call["input_ids"])
+            # generate() works on a copy of its config, so this attribute lives as long as the call. It is how
+            # upstream itself hands on what a later step needs (`_eos_token_tensor`, `_mask_length`).
+            generation_config._retrace_stopping_criteria = call["stopping_criteria"]
+        return original(self, *args, **kwargs)
+
+    return _assisted_decoding
+
+
+def _choosing(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _get_candidate_generator(self, *args, **kwargs):
+        call = signature.bind(self, *args, **kwargs).arguments
+        generation_config = call["generation_config"]
+        drafter = call.get("assistant_model")
+        if _drafts(drafter, generation_config):
+            generator = drafter.get_candidate_generator(
+                target=self,
+                generation_config=generation_config,
+                logits_processor=call["logits_processor"],
+                stopping_criteria=getattr(generation_config, "_retrace_stopping_criteria", None),
+                model_kwargs=call["model_kwargs"],
+            )
+        else:
+            generator = original(self, *args, **kwargs)
+            if not isinstance(generator, DFlashTokenCandidateGenerator):
+                return generator
+        recorders = GenerationMixin._retrace_recorders.get()
+        return _RecordedGenerator(generator, recorders) if recorders else generator
+
+    return _get_candidate_generator
+
+
+# -- counting --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class AcceptanceStats:
+    r"""
+    What [`record_acceptance`] saw, pooled over the calls and up to date during them.
+
+    A round is a target pass after the prefill, a pass with no proposal included. Each round yields its accepted
+    proposals and one token of the target, so one call yields `1 + sum(accepted + 1)` tokens.
+
+    A streamer sees the same: `generate()` puts the prompt, then the prefill's one token, then one tensor a round,
+    before that round is counted here. Of the `n` tokens in it the first `n - 1` were drafted and accepted and the
+    last is the target's own.
+
+    Args:
+        accepted_per_round (`list[int]`): Proposals accepted, after EOS and the length limit have cut the round.
+        proposed_per_round (`list[int]`): Proposals verified.
+        calls (`int`): `generate()` calls that got past their prefill.
+    """
+
+    accepted_per_round: list[int] = field(default_factory=list)
+    proposed_per_round: list[int] = field(default_factory=list)
+    calls: int = 0
+
+    def add_call(self) -> None:
+        self.calls += 1
+
+    def add_round(self, proposed: int, accepted: int) -> None:
+        self.proposed_per_round.append(proposed)
+        self.accepted_per_round.append(accepted)
+
+    @property
+    def rounds(self) -> int:
+        """Target passes after the prefill."""
+        return len(self.accepted_per_round)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated: one of each prefill, `accepted + 1` of each round."""
+        return self.calls + sum(self.accepted_per_round) + self.rounds
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau, the tokens a round yields: `(new_tokens - calls) / rounds`, a mean over rounds; NaN without a round."""
+        return (self.new_tokens - self.calls) / self.rounds if self.rounds else float("nan")
+
+    @property
+    def acceptance_at(self) -> list[float]:
+        """For slot k = 1, 2, ...: of the rounds that verified at least k proposals, the share that accepted k or more.
+
+        As many entries as the longest block had proposals: `B - 1` unless every block was cut."""
+        shares = []
+        for slot in range(1, max(self.proposed_per_round, default=0) + 1):
+            verified = sum(proposed >= slot for proposed in self.proposed_per_round)
+            accepted = sum(accepted >= slot for accepted in self.accepted_per_round)
+            shares.append(accepted / verified)
+        return shares
+
+
+@contextmanager
+def record_acceptance() -> Iterator[AcceptanceStats]:
+    """Counts the rounds of the `generate()` calls made inside, ours and transformers' own DFlash generator's.
+
+    ```python
+    with record_acceptance() as stats:
+        target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
+    print(stats.acceptance_length)
+    ```
+
+    Recorders nest, each counting all that happens inside it. They belong to the context (`contextvars`) they were
+    opened in, as the calls do: a thread that runs `generate()` opens its own, or is started with
+    `contextvars.copy_context().run`.
+
+    Yields:
+        [`AcceptanceStats`], filled while the calls run.
+    """
+    install_generate_hook()
+    stats = AcceptanceStats()
+    recorders = GenerationMixin._retrace_recorders
+    token = recorders.set((*recorders.get(), stats))
+    try:
+        yield stats
+    finally:
+        recorders.reset(token)
+
+
+class _RecordedGenerator(CandidateGenerator):
+    """A candidate generator that also tells the recorders how each of its rounds went."""
+
+    def __init__(self, generator: CandidateGenerator, recorders: tuple[AcceptanceStats, ...]):
+        self.generator = generator
+        self.recorders = recorders
+        self.is_prefill = True
+
+    @property
+    def requires_model_outputs(self) -> bool:
+        return self.generator.requires_model_outputs
+
+    @property
+    def model_kwargs_overrides(self) -> dict[str, Any]:
+        return self.generator.model_kwargs_overrides
+
+    def get_candidates(self, input_ids, **kwargs):
+        return self.generator.get_candidates(input_ids, **kwargs)
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        self.generator.update_candidate_strategy(input_ids, scores, num_matches)
+        for stats in self.recorders:
+            if self.is_prefill:
+                stats.add_call()
+            else:
+                # scores has one row for the anchor and one for each proposal
+                stats.add_round(proposed=scores.shape[1] - 1, accepted=int(num_matches))
+        self.is_prefill = False
+
+
+__all__ = ["AcceptanceStats", "install_generate_hook", "record_acceptance"]

@@ -1,0 +1,352 @@
+"""The drafter: a DFlash backbone whose block may be conditioned on a rejected trajectory."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DFlashCache
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .configuration_retrace import RetraceConfig
+from .context import check_target_layer_ids, default_target_layer_ids
+from .trajectory import RejectedTrajectory, TrajectoryFusion, overwrite_embeds
+
+
+class RetraceRMSNorm(Qwen3RMSNorm):
+    pass
+
+
+class RetraceRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Qwen3's, and the first `partial_rotary_factor` share of the head for targets that rotate only that."""
+
+    @staticmethod
+    def compute_default_rope_parameters(config: RetraceConfig, **kwargs) -> tuple[torch.Tensor, float]:
+        rotary_dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Applies RoPE to the leading `cos.shape[-1]` channels of `states` (`[b, heads, n, head_dim]`)."""
+    rotary_dim = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned, kept = states[..., :rotary_dim], states[..., rotary_dim:]
+    turned = turned * cos + rotate_half(turned) * sin
+    return torch.cat([turned, kept], dim=-1) if kept.shape[-1] else turned
+
+
+class RetraceAttention(nn.Module):
+    """Block queries over context and block; K and V of both come from the same projections (DFlash)."""
+
+    def __init__(self, config: RetraceConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = False
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RetraceRMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RetraceRMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: DFlashCache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        batch_size, query_length, _ = hidden_states.shape
+        both = torch.cat([context.to(hidden_states.dtype), hidden_states], dim=1)  # [b, n + Q, D]
+        queries = self.q_norm(self.q_proj(hidden_states).view(batch_size, query_length, -1, self.head_dim))
+        keys = self.k_norm(self.k_proj(both).view(batch_size, both.shape[1], -1, self.head_dim))
+        values = self.v_proj(both).view(batch_size, both.shape[1], -1, self.head_dim)
+        queries, keys, values = (states.transpose(1, 2) for states in (queries, keys, values))
+
+        cos, sin = position_embeddings  # [b, n + Q, rotary_dim]; the block's positions are the last Q
+        queries = rotate(queries, cos[:, -query_length:], sin[:, -query_length:])
+        keys = rotate(keys, cos, sin)
+        if cache is not None:
+            # Context and block go in; the caller crops the block's B rows before the next round.
+            keys, values = cache.update(keys, values, self.layer_idx)
+
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, _ = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(out.reshape(batch_size, query_length, -1).contiguous())
+
+
+class RetraceDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: RetraceConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = RetraceAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, **kwargs) -> torch.Tensor:
+        # The context passes through no input norm: hidden_norm has normalised it already.
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), context, **kwargs)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class RetracePreTrainedModel(PreTrainedModel):
+    config_class = RetraceConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    input_modalities = ("text",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["RetraceDecoderLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        if getattr(module, "starts_at_zero", False):
+            nn.init.zeros_(module.weight)
+        else:
+            super()._init_weights(module)
+
+
+class RetraceDrafter(RetracePreTrainedModel):
+    r"""
+    A drafter for one target. It has no embedding and no LM head: `generate()` lends it the target's.
+
+    ```python
+    drafter = RetraceDrafter.from_pretrained("org/retrace-qwen3-8b")
+    target.generate(**inputs, assistant_model=drafter)
+    ```
+
+    Source: DFlash, arXiv 2602.06036 (backbone); ReTrace, arXiv 2608.29748 (`trajectory`).
+    """
+
+    def __init__(self, config: RetraceConfig):
+        super().__init__(config)
+        if config.mask_token_id is None:
+            raise ValueError("mask_token_id is missing; name an unused special token of the target's tokenizer.")
+        if config.num_target_layers is None:
+            raise ValueError("num_target_layers is missing; it is the target's num_hidden_layers.")
+        check_target_layer_ids(config.target_layer_ids, config.num_target_layers)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(RetraceDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = RetraceRotaryEmbedding(config)
+        self.trajectory = TrajectoryFusion(config) if config.conditioning in ("gated", "corrected") else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: DFlashCache | None = None,
+        trajectory: RejectedTrajectory | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        r"""
+        Args:
+            noise_embeds (`torch.Tensor` of shape `[b, Q, D]`):
+                Target embeddings of the block(s): anchor, then masks. Q = B in generation, N * B in training.
+            context_hidden_states (`torch.Tensor` of shape `[b, n, F * D]`):
+                Tapped target states of the verified tokens that are not in `cache` yet, strictly before the anchor.
+            position_ids (`torch.LongTensor` of shape `[b, n + Q]`, *optional*):
+                Positions of context and block. By default they follow what is cached.
+            attention_mask (`torch.Tensor`, *optional*):
+                2-D over cached, context and block positions (1: attend), or 4-D `[b, 1, Q, cached + n + Q]` as the
+                attention implementation takes it (bool for SDPA). By default all is seen.
+            cache (`DFlashCache`, *optional*):
+                Context K/V; context and block are appended, the caller crops the block.
+            trajectory ([`RejectedTrajectory`], *optional*):
+                Aligned signal of the last round, `[b, Q, ...]`. Ignored where `config.conditioning` is `"none"`.
+
+        Returns:
+            `BaseModelOutputWithPast`: `last_hidden_state` of shape `[b, Q, D]` after the final norm, for the target's
+            LM head. Slot 0's is not used.
+        """
+        hidden_states = self._admit(noise_embeds, trajectory)
+        context = self.hidden_norm(self.fc(context_hidden_states))  # [b, n, D]
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            length = context.shape[1] + noise_embeds.shape[1]
+            position_ids = torch.arange(seen, seen + length, device=noise_embeds.device)[None]
+        mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=noise_embeds, attention_mask=attention_mask, cache=cache
+        )
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                context,
+                position_embeddings=position_embeddings,
+                attention_mask=mask,
+                cache=cache,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+
+    def _admit(self, noise_embeds: torch.Tensor, trajectory: RejectedTrajectory | None) -> torch.Tensor:
+        """Input embeddings of the block after the rejected trajectory has entered, `[b, Q, D]`."""
+        conditioning = self.config.conditioning
+        if trajectory is None or conditioning == "none":
+            return noise_embeds
+        if conditioning == "overwrite":
+            return overwrite_embeds(noise_embeds, trajectory)
+        needed = "correction" if conditioning == "corrected" else "gate"
+        if getattr(self.trajectory, needed, None) is None:
+            raise ValueError(
+                f"conditioning={conditioning!r} needs trajectory.{needed}, which this checkpoint lacks; open it with "
+                f"RetraceDrafter.from_dflash(..., conditioning={conditioning!r}) to add the module, then train it."
+            )
+        return self.trajectory(noise_embeds, trajectory, corrected=conditioning == "corrected")
+
+    # -- where drafters come from ------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """As in transformers, but strict: a checkpoint that lacks a key or brings an unknown one raises.
+
+        Raises:
+            ValueError: keys are missing, unknown, or of another shape; nothing is silently re-initialised.
+        """
+        # Mismatched shapes are let through only to be named below.
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
+        drafter, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        faults = [
+            f"{kind}: {sorted(map(str, info[name]))}"
+            for name, kind in (
+                ("missing_keys", "missing"),
+                ("unexpected_keys", "unknown"),
+                ("mismatched_keys", "shape"),
+            )
+            if info.get(name)
+        ]
+        if faults:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} does not fit its config ({'; '.join(faults)}). A DFlash checkpoint is "
+                "opened with RetraceDrafter.from_dflash(); to switch the signal of a ReTrace off, set "
+                "drafter.config.conditioning = 'none' after loading."
+            )
+        return (drafter, info) if output_loading_info else drafter
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        mask_token_id: int | None = None,
+        num_hidden_layers: int = 5,
+        block_size: int = 16,
+        target_layer_ids: list[int] | None = None,
+        init_from_target: bool = False,
+        **config,
+    ) -> "RetraceDrafter":
+        """An untrained drafter shaped for `target`, in float32 on its device.
+
+        Args:
+            target (`PreTrainedModel`): A decoder-only model with an LM head.
+            mask_token_id (`int`): Token for the slots to be drafted; an unused special token. Required.
+            num_hidden_layers (`int`, defaults to 5): Draft layers.
+            block_size (`int`, defaults to 16): Slots of a block.
+            target_layer_ids (`list[int]`, *optional*):
+                Tapped layers; by default as many as draft layers, spread as DFlash does.
+            init_from_target (`bool`, defaults to `False`):
+                Start the draft layers from the target's last layers and the context from its last tap, where the
+                target's layers are of the Llama / Qwen shape (see `initialization.py`).
+            config: Other fields of [`RetraceConfig`], e.g. `conditioning`.
+
+        Raises:
+            ValueError: no mask token, or a target that a block drafter cannot serve.
+        """
+        from .initialization import config_for_target, initialize_from_target
+
+        drafter = cls(
+            config_for_target(
+                target,
+                mask_token_id=mask_token_id,
+                num_hidden_layers=num_hidden_layers,
+                block_size=block_size,
+                target_layer_ids=target_layer_ids,
+                **config,
+            )
+        )
+        drafter = drafter.to(device=target.get_input_embeddings().weight.device, dtype=torch.float32)
+        if init_from_target:
+            initialize_from_target(drafter, target)
+        return drafter
+
+    @classmethod
+    def from_dflash(cls, path_or_model, **config) -> "RetraceDrafter":
+        """Opens a DFlash drafter as the start of a ReTrace: the backbone key for key, new modules initialised.
+
+        Args:
+            path_or_model (`str`, `os.PathLike` or `PreTrainedModel`):
+                A Hub id or folder in the z-lab layout, the transformers-native layout, or our own with
+                `conditioning="none"`; or such a model.
+            config: Fields of [`RetraceConfig`] to set, e.g. `conditioning` (default `"corrected"`).
+
+        Raises:
+            ValueError: another layout, or keys that do not match the backbone.
+        """
+        from .conversion import load_dflash
+
+        fields, state = load_dflash(path_or_model)
+        drafter = cls(RetraceConfig(**{**fields, "conditioning": "corrected", **config}))
+        backbone = {k for k in drafter.state_dict() if not k.startswith("trajectory.")}
+        if backbone != set(state):
+            raise ValueError(
+                f"The checkpoint is not the DFlash that its config describes. Missing: {sorted(backbone - set(state))}; "
+                f"unknown: {sorted(set(state) - backbone)}."
+            )
+        drafter.load_state_dict(state, strict=False)
+        return drafter.to(next(iter(state.values())).dtype).eval()
+
+    # -- generate() --------------------------------------------------------------------------------------------------
+
+    def get_candidate_generator(self, target, generation_config, logits_processor, stopping_criteria, model_kwargs):
+        """The generator of one `generate()` call. This method is how the hook recognises a drafter."""
+        from .candidate_generator import RetraceCandidateGenerator
+
+        return RetraceCandidateGenerator(
+            drafter=self,
+            target=target,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            model_kwargs=model_kwargs,
+        )
+
+
+__all__ = ["RetraceDrafter", "RetracePreTrainedModel", "default_target_layer_ids"]

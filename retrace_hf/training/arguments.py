@@ -1,0 +1,64 @@
+"""Arguments of [`RetraceTrainer`]."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+
+@dataclass
+class RetraceTrainingArguments(TrainingArguments):
+    r"""
+    Arguments of [`RetraceTrainer`]; those of [`~transformers.TrainingArguments`] with other defaults where the papers
+    give them (learning_rate 6e-4, cosine, warm-up 0.04, clip 1.0: DFlash, arXiv 2602.06036).
+
+    > Parameters that control the rollout
+
+    Args:
+        num_anchors (`int`, *optional*, defaults to 512):
+            Anchors N drawn anew for each sequence and step.
+        num_carried_rounds (`int`, *optional*, defaults to 1):
+            Rounds drafted behind the fresh one, each from where the text accepted the last. 0 trains plain DFlash;
+            with `conditioning="none"` on the drafter it gives the SFT control (same blocks, no signal).
+        beta_warmup_steps (`int`, *optional*, defaults to 50):
+            Steps over which beta rises from 0 to 1 (ReTrace).
+
+    > Parameters that control the loss
+
+        loss_type (`str`, *optional*, defaults to `"decay"`):
+            `"decay"`: exp(-(k - 1) / gamma), normalised by the sum of weights (DFlash). `"dpace"`: detached prefix
+            confidence (arXiv 2605.18810), normalised by the number of blocks.
+        loss_gamma (`float`, *optional*):
+            gamma of the decay, in slots; 7, 5, 4 for B = 16, 10, 8 by default.
+        dpace_alpha (`float`, *optional*, defaults to 0.5):
+            alpha of D-PACE.
+        loss_chunk_size (`int`, *optional*, defaults to 1024):
+            Rows whose logits over the vocabulary exist at once.
+
+    > Parameters that control the optimizer
+
+        trajectory_learning_rate (`float`, *optional*):
+            Learning rate of the trajectory modules, which start from nothing; `learning_rate` by default.
+    """
+
+    learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
+    warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up: steps, or a share of them when < 1."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "The collator needs columns no forward names."})
+    num_anchors: int = field(default=512, metadata={"help": "Anchors drawn for each sequence and step."})
+    num_carried_rounds: int = field(default=1, metadata={"help": "Rounds drafted behind the fresh one; 0: plain DFlash."})
+    beta_warmup_steps: int = field(default=50, metadata={"help": "Steps over which beta rises from 0 to 1."})
+    loss_type: str = field(default="decay", metadata={"help": "decay or dpace.", "choices": ["decay", "dpace"]})
+    loss_gamma: float | None = field(default=None, metadata={"help": "Decay of the slot weights, in slots."})
+    dpace_alpha: float = field(default=0.5, metadata={"help": "alpha of D-PACE."})
+    loss_chunk_size: int = field(default=1024, metadata={"help": "Rows whose logits exist at once."})
+    trajectory_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the trajectory modules; learning_rate by default."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.loss_type not in ("decay", "dpace"):
+            raise ValueError(f"loss_type is {self.loss_type!r}; it must be 'decay' or 'dpace'.")
+        for name, least in (("num_anchors", 1), ("num_carried_rounds", 0), ("beta_warmup_steps", 0), ("loss_chunk_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")

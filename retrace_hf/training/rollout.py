@@ -1,0 +1,262 @@
+"""What drafting sees, rebuilt over known text: N blocks a sequence drafted at once, verified, and carried on.
+
+Shapes: b sequences of S tokens, N anchors each, blocks of B slots. `Blocks` names the anchors of one round.
+"""
+
+from typing import NamedTuple
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..context import captured_layers, gather_context_states
+from ..positions import block_positions
+from ..trajectory import RejectedTrajectory, align_trajectory
+
+
+class Blocks(NamedTuple):
+    """anchors (`torch.LongTensor` of shape `[b, N]`): Where the anchors stand in their sequence.
+    valid (`torch.BoolTensor` of shape `[b, N]`): Which of them count; the others are padding."""
+
+    anchors: torch.Tensor
+    valid: torch.Tensor
+
+
+class TargetPass(NamedTuple):
+    """features (`[b, S, F * D]`): The tapped states. cache: The target's K/V over the clean tokens."""
+
+    features: torch.Tensor
+    cache: DynamicCache
+
+
+def eligible_anchors(loss_mask: torch.Tensor) -> torch.Tensor:
+    """`[b, S]` bool: answer tokens behind which another answer token stands, so that slot 1 has a label."""
+    eligible = torch.zeros_like(loss_mask)
+    eligible[:, :-1] = loss_mask[:, :-1] & loss_mask[:, 1:]
+    return eligible
+
+
+def sample_anchors(loss_mask: torch.Tensor, num_anchors: int, generators: list[torch.Generator]) -> Blocks:
+    """Draws up to `num_anchors` different anchors a sequence, ascending.
+
+    Args:
+        loss_mask (`torch.BoolTensor` of shape `[b, S]`): Answer tokens.
+        num_anchors (`int`): N.
+        generators (`list[torch.Generator]`): One CPU generator a sequence, so that a sequence's anchors do not depend
+            on its neighbours in the batch.
+    """
+    anchors = torch.zeros(loss_mask.shape[0], num_anchors, dtype=torch.long)
+    valid = torch.zeros(loss_mask.shape[0], num_anchors, dtype=torch.bool)
+    for i, (row, generator) in enumerate(zip(eligible_anchors(loss_mask).cpu(), generators)):
+        places = row.nonzero().squeeze(-1)
+        places = places[torch.randperm(len(places), generator=generator)[:num_anchors]].sort().values
+        anchors[i, : len(places)] = places
+        valid[i, : len(places)] = True
+    return Blocks(anchors.to(loss_mask.device), valid.to(loss_mask.device))
+
+
+def block_labels(
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, blocks: Blocks, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The right tokens of slots 1..B-1, `x[a + k]` for slot k, and which of them are supervised.
+
+    A slot is supervised while every token from slot 1 to it is an answer token.
+
+    Returns:
+        `tuple(torch.LongTensor, torch.BoolTensor)`, each of shape `[b, N, B - 1]`.
+    """
+    length = input_ids.shape[1]
+    places = blocks.anchors[..., None] + torch.arange(1, block_size, device=input_ids.device)  # [b, N, B - 1]
+    inside = places < length
+    rows = torch.arange(input_ids.shape[0], device=input_ids.device)[:, None, None]
+    places = places.clamp(max=length - 1)
+    answers = loss_mask[rows, places] & inside & blocks.valid[..., None]
+    return input_ids[rows, places], answers.cumprod(dim=-1).bool()
+
+
+def visible_context(blocks: Blocks, context_length: int, block_size: int) -> torch.Tensor:
+    """`[b, N * B, S]` bool: every slot of a block sees the context strictly before its anchor."""
+    places = torch.arange(context_length, device=blocks.anchors.device)
+    seen = places < blocks.anchors[..., None]  # [b, N, S]
+    return seen.repeat_interleave(block_size, dim=1)
+
+
+def visible_block(num_anchors: int, block_size: int, causal: bool, device: torch.device) -> torch.Tensor:
+    """`[N * B, N * B]` bool: a slot sees its own block and no other; only up to itself where `causal`."""
+    own = torch.ones(block_size, block_size, dtype=torch.bool, device=device)
+    if causal:
+        own = own.tril()
+    return torch.block_diag(*[own] * num_anchors) if num_anchors else own[:0, :0]
+
+
+def attention_mask(blocks: Blocks, context_length: int, block_size: int, causal: bool) -> torch.Tensor:
+    """`[b, 1, N * B, S + N * B]` bool, True where a query may look: draft blocks, or verified ones if `causal`."""
+    batch_size, num_anchors = blocks.anchors.shape
+    inside = visible_block(num_anchors, block_size, causal, blocks.anchors.device).bool()
+    context = visible_context(blocks, context_length, block_size)
+    return torch.cat([context, inside.expand(batch_size, -1, -1)], dim=-1)[:, None]
+
+
+def as_attention_takes_it(mask: torch.Tensor, model: PreTrainedModel, dtype: torch.dtype) -> torch.Tensor:
+    """Eager attention adds its mask; the others take it as bool."""
+    if model.config._attn_implementation != "eager":
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+# -- the three passes ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def read_clean_text(
+    target: PreTrainedModel, input_ids: torch.Tensor, target_layer_ids: list[int], with_cache: bool = True
+) -> TargetPass:
+    """The frozen target over the clean tokens `[b, S]` (right-padded): tapped states, and K/V for verification."""
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    # A plain DynamicCache keeps every position, also for sliding-window layers: the masks do the windowing.
+    cache = DynamicCache() if with_cache else None
+    out = target.get_decoder()(
+        input_ids,
+        cache=cache,
+        use_cache=with_cache,
+        output_hidden_states=captured_layers(target_layer_ids, layers, with_last=False),
+    )
+    return TargetPass(gather_context_states(out.hidden_states, target_layer_ids), cache)
+
+
+def draft_blocks(
+    drafter,
+    embedding: torch.nn.Module,
+    input_ids: torch.Tensor,
+    features: torch.Tensor,
+    blocks: Blocks,
+    trajectory: RejectedTrajectory | None = None,
+) -> torch.Tensor:
+    """Drafts all blocks in one forward: queries N * B, keys S + N * B.
+
+    Args:
+        drafter ([`RetraceDrafter`], wrapped or not): With gradient where the caller has it on.
+        embedding (`torch.nn.Module`): The target's embedding.
+        input_ids (`torch.LongTensor` of shape `[b, S]`): Clean tokens.
+        features (`torch.Tensor` of shape `[b, S, F * D]`): Their tapped states.
+        blocks ([`Blocks`]): The anchors.
+        trajectory ([`RejectedTrajectory`], *optional*): Signal of the round before, `[b, N * B, ...]`.
+
+    Returns:
+        `torch.Tensor` of shape `[b, N, B, D]`: last hidden states after the final norm.
+    """
+    config = getattr(drafter, "module", drafter).config
+    batch_size, num_anchors = blocks.anchors.shape
+    block_ids = mask_tokens(input_ids, blocks, config.mask_token_id, config.block_size)
+    with torch.no_grad():
+        noise_embeds = embedding(block_ids)
+    context_positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(batch_size, -1)
+    positions = torch.cat([context_positions, block_positions(blocks.anchors, config.block_size)], dim=1)
+    mask = attention_mask(blocks, input_ids.shape[1], config.block_size, causal=False)
+    states = drafter(
+        noise_embeds=noise_embeds,
+        context_hidden_states=features.to(noise_embeds.dtype),
+        position_ids=positions,
+        attention_mask=as_attention_takes_it(mask, getattr(drafter, "module", drafter), noise_embeds.dtype),
+        trajectory=trajectory,
+    ).last_hidden_state
+    return states.view(batch_size, num_anchors, config.block_size, -1)
+
+
+def mask_tokens(input_ids: torch.Tensor, blocks: Blocks, mask_token_id: int, block_size: int) -> torch.Tensor:
+    """`[b, N * B]`: the anchor's token in slot 0, the mask token in all others."""
+    anchor_ids = input_ids.gather(1, blocks.anchors)  # [b, N]
+    masks = anchor_ids.new_full((*anchor_ids.shape, block_size - 1), mask_token_id)
+    return torch.cat([anchor_ids[..., None], masks], dim=-1).flatten(1)
+
+
+@torch.no_grad()
+def verify_blocks(
+    target: PreTrainedModel,
+    cache: DynamicCache,
+    input_ids: torch.Tensor,
+    drafted: torch.Tensor,
+    blocks: Blocks,
+) -> torch.Tensor:
+    """The frozen target over all drafted blocks in one forward; `cache` is given back as it came.
+
+    Args:
+        cache (`DynamicCache`): K/V over the `S` clean tokens.
+        input_ids (`torch.LongTensor` of shape `[b, S]`): Clean tokens.
+        drafted (`torch.LongTensor` of shape `[b, N, B - 1]`): Proposals of slots 1..B-1.
+
+    Returns:
+        `torch.Tensor` of shape `[b, N, B, D]`: row j is the state after the final norm on slot j (0 is the anchor).
+    """
+    batch_size, length = input_ids.shape
+    num_anchors, block_size = drafted.shape[1], drafted.shape[2] + 1
+    block_ids = torch.cat([input_ids.gather(1, blocks.anchors)[..., None], drafted], dim=-1).flatten(1)
+    mask = attention_mask(blocks, length, block_size, causal=True)
+    positions = block_positions(blocks.anchors, block_size)
+    states = target.get_decoder()(
+        block_ids,
+        cache=cache,
+        use_cache=True,
+        position_ids=positions,
+        attention_mask=_windowed_masks(mask, positions, length, target),
+    ).last_hidden_state
+    cache.crop(-block_ids.shape[1])
+    return states.view(batch_size, num_anchors, block_size, -1)
+
+
+def _windowed_masks(mask: torch.Tensor, positions: torch.Tensor, length: int, target: PreTrainedModel):
+    """The mask by layer type, for targets with sliding-window layers; the plain one for all others."""
+    text = target.config.get_text_config(decoder=True)
+    dtype = target.dtype
+    full = as_attention_takes_it(mask, target, dtype)
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or [])
+    if not window or kinds == {"full_attention"}:
+        return full
+    keys = torch.arange(length, device=mask.device).expand(mask.shape[0], -1)
+    keys = torch.cat([keys, positions], dim=1)
+    near = positions[:, :, None] - keys[:, None, :] < window  # [b, N * B, S + N * B]
+    sliding = as_attention_takes_it(mask & near[:, None], target, dtype)
+    if len(kinds) < 2:
+        return sliding
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+# -- from one round to the next --------------------------------------------------------------------------------------
+
+
+def count_accepted(drafted: torch.Tensor, labels: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
+    """`[b, N]`: proposals accepted, the leading ones that equal the text. The text is the target's own, so no head is
+    needed; where it was sampled, equality with the sample is the law of argmax proposals under sampling."""
+    return ((drafted == labels) & supervised).cumprod(dim=-1).sum(dim=-1)
+
+
+def shift_blocks(blocks: Blocks, accepted: torch.Tensor, loss_mask: torch.Tensor) -> Blocks:
+    """Next round's anchors, `a + accepted + 1`; those without an answer token behind them are dropped."""
+    anchors = blocks.anchors + accepted + 1
+    inside = anchors < loss_mask.shape[1]
+    anchors = anchors.clamp(max=loss_mask.shape[1] - 1)
+    return Blocks(anchors, blocks.valid & inside & eligible_anchors(loss_mask).gather(1, anchors))
+
+
+def carried_trajectory(
+    draft_states: torch.Tensor, target_states: torch.Tensor, accepted: torch.Tensor
+) -> RejectedTrajectory:
+    """Aligns every block's rejected suffix to its next block.
+
+    Args:
+        draft_states, target_states (`torch.Tensor` of shape `[b, N, B, D]`): The round's states.
+        accepted (`torch.LongTensor` of shape `[b, N]`): Proposals accepted.
+
+    Returns:
+        [`RejectedTrajectory`] of shapes `[b, N * B, ...]`, as `draft_blocks` takes it.
+    """
+    batch_size, num_anchors, block_size, _ = draft_states.shape
+    aligned = align_trajectory(
+        draft_states.flatten(0, 1),
+        target_states.flatten(0, 1),
+        first_rejected=accepted.flatten() + 1,
+        num_verified=block_size - 1,
+    )
+    return RejectedTrajectory(
+        *(part.reshape(batch_size, num_anchors * block_size, *part.shape[2:]) for part in aligned)
+    )

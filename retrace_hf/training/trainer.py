@@ -1,0 +1,217 @@
+"""[`RetraceTrainer`]: one step is clean text, drafted blocks, and as many carried rounds as asked for."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from ..candidate_generator import check_pairing, draft_logits
+from ..data import RetraceDataCollator
+from .arguments import RetraceTrainingArguments
+from .losses import chunked_cross_entropy, decay_weights, default_gamma, dpace_weights
+from .rollout import (
+    Blocks,
+    block_labels,
+    carried_trajectory,
+    count_accepted,
+    draft_blocks,
+    read_clean_text,
+    sample_anchors,
+    shift_blocks,
+    verify_blocks,
+)
+
+
+class RetraceTrainer(Trainer):
+    r"""
+    Trains a drafter against its frozen target, on text that the target wrote.
+
+    Args:
+        model ([`RetraceDrafter`]): The drafter.
+        target (`PreTrainedModel`): The target, which is frozen and stays outside the checkpoints.
+        args ([`RetraceTrainingArguments`], *optional*): Arguments.
+        data_collator ([`RetraceDataCollator`], *optional*):
+            Gives `input_ids`, `loss_mask` and, where features were computed before, `context_hidden_states`.
+        kwargs: As in [`~transformers.Trainer`].
+
+    Raises:
+        ValueError: drafter and target do not belong together.
+
+    Source: training of ReTrace, arXiv 2608.29748; stage 1 (`num_carried_rounds=0`) is DFlash's, arXiv 2602.06036.
+    """
+
+    _tag_names = ["retrace", "speculative-decoding"]
+
+    def __init__(
+        self,
+        model,
+        target: PreTrainedModel,
+        args: RetraceTrainingArguments | None = None,
+        data_collator: Callable | None = None,
+        **kwargs,
+    ):
+        args = args if args is not None else RetraceTrainingArguments()
+        check_pairing(model, target)
+        if data_collator is None:
+            data_collator = RetraceDataCollator(pad_token_id=model.config.pad_token_id or 0)
+        self.target = target.requires_grad_(False).eval()
+        self._sums = defaultdict(float)
+        super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
+        # The loss comes out normalised over the whole accumulated batch.
+        self.loss_is_scaled_for_ga = True
+        self.model_accepts_loss_kwargs = True
+        if self.target.device != self.args.device and not hasattr(self.target, "hf_device_map"):
+            self.target.to(self.args.device)
+
+    # -- anchors: drawn before the step, so that the loss can be normalised over the accumulated batch ---------------
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """As upstream, and draws each sequence's anchors from (seed, step, place in the global batch)."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        total = torch.zeros((), device=device)
+        for i, batch in enumerate(batches):
+            blocks = self._draw_anchors(batch["loss_mask"], first=i * self.args.per_device_train_batch_size)
+            batch["anchors"], batch["anchors_valid"] = blocks
+            total += self._count_items(batch, blocks).to(device)
+        if self.args.world_size > 1:
+            total = self.accelerator.gather(total).sum()
+        return batches, total
+
+    def _draw_anchors(self, loss_mask: torch.Tensor, first: int) -> Blocks:
+        per_process = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        start = self.state.global_step * per_process * self.args.world_size + first
+        start += self.args.process_index * per_process
+        seeds = [(self.args.seed << 40) + start + i for i in range(loss_mask.shape[0])]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        return sample_anchors(loss_mask, self.args.num_anchors, generators)
+
+    def _count_items(self, batch: dict, blocks: Blocks) -> torch.Tensor:
+        """What the loss is divided by: sum of slot weights (decay) or blocks (D-PACE) of the fresh round."""
+        block_size = self._config.block_size
+        _, supervised = block_labels(batch["input_ids"], batch["loss_mask"], blocks, block_size)
+        if self.args.loss_type == "dpace":
+            return blocks.valid.sum().float()
+        return decay_weights(supervised, self._gamma).sum()
+
+    @property
+    def _config(self):
+        return self.accelerator.unwrap_model(self.model).config
+
+    @property
+    def _gamma(self) -> float:
+        return self.args.loss_gamma or default_gamma(self._config.block_size)
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Loss of the fresh round and of every carried one, each weighted alike."""
+        blocks = self._blocks_of(inputs)
+        if num_items_in_batch is None:
+            num_items_in_batch = self._count_items(inputs, blocks)
+        self._set_beta()
+        with self.accelerator.autocast():
+            losses = self._roll_out(model, inputs, blocks)
+        loss = sum(losses) / (len(losses) * num_items_in_batch.clamp(min=1e-6))
+        if self.args.world_size > 1 and self.model.training:
+            loss = loss * self.args.world_size  # gradients are averaged over processes, the count is global
+        return (loss, {}) if return_outputs else loss
+
+    def _blocks_of(self, inputs: dict) -> Blocks:
+        if "anchors" in inputs:
+            return Blocks(inputs["anchors"], inputs["anchors_valid"])
+        return self._draw_anchors(inputs["loss_mask"], first=0)
+
+    def _roll_out(self, model, inputs: dict, blocks: Blocks) -> list[torch.Tensor]:
+        """Sums of weighted cross entropy, one a round: draft, compare, verify, shift, draft again."""
+        input_ids, loss_mask = inputs["input_ids"], inputs["loss_mask"]
+        config = self._config
+        signal = config.conditioning != "none" and self.args.num_carried_rounds > 0
+        features, cache = inputs.get("context_hidden_states"), None
+        if features is None or signal:
+            clean = read_clean_text(self.target, input_ids, config.target_layer_ids, with_cache=signal)
+            features, cache = clean.features, clean.cache
+
+        losses, trajectory = [], None
+        embedding = self.target.get_input_embeddings()
+        for carried in range(self.args.num_carried_rounds + 1):
+            states = draft_blocks(model, embedding, input_ids, features, blocks, trajectory)
+            labels, supervised = block_labels(input_ids, loss_mask, blocks, config.block_size)
+            loss, drafted = self._block_loss(states, labels, supervised, blocks.valid)
+            losses.append(loss)
+            accepted = count_accepted(drafted, labels, supervised)
+            self._record(carried, loss, accepted, blocks)
+            if carried == self.args.num_carried_rounds:
+                break
+            if signal:
+                verified = verify_blocks(self.target, cache, input_ids, drafted, blocks)
+                trajectory = carried_trajectory(states, verified, accepted)
+            blocks = shift_blocks(blocks, accepted, loss_mask)
+        return losses
+
+    def _block_loss(self, states, labels, supervised, valid) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted sum of cross entropy over the slots of valid blocks, and the drafted tokens `[b, N, B - 1]`."""
+        rows = states[:, :, 1:][valid]  # [n, B - 1, D]
+        row_labels = labels[valid]
+        ce, predictions = chunked_cross_entropy(
+            rows.flatten(0, 1), row_labels.flatten(), self._logits, self.args.loss_chunk_size
+        )
+        ce = ce.view(row_labels.shape)
+        if self.args.loss_type == "dpace":
+            weights = dpace_weights(ce, supervised[valid], self.args.dpace_alpha)
+        else:
+            weights = decay_weights(supervised[valid], self._gamma)
+        drafted = torch.zeros_like(labels)
+        drafted[valid] = predictions.view(row_labels.shape)
+        # The empty sum keeps every parameter in the graph of a rank without anchors.
+        return (weights * ce).sum() + 0.0 * states.sum(), drafted
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        return draft_logits(self.target, rows)
+
+    def _set_beta(self):
+        fusion = self.accelerator.unwrap_model(self.model).trajectory
+        if fusion is not None:
+            warmup = self.args.beta_warmup_steps
+            fusion.beta = min(1.0, self.state.global_step / warmup) if warmup and self.model.training else 1.0
+
+    # -- optimizer, evaluation, logs ---------------------------------------------------------------------------------
+
+    def create_optimizer(self, *args, **kwargs):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        rate = self.args.trajectory_learning_rate
+        if rate is not None and not any(group.get("trajectory") for group in optimizer.param_groups):
+            _split_trajectory_group(optimizer, self.model, rate)
+        return optimizer
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+    def _record(self, carried: int, loss: torch.Tensor, accepted: torch.Tensor, blocks: Blocks):
+        """Acceptance by round on training text, summed on the device and read only when logged."""
+        name = "fresh" if carried == 0 else f"carried_{carried}"
+        self._sums[f"{name}/accepted"] += ((accepted + 1) * blocks.valid).sum().detach()
+        self._sums[f"{name}/blocks"] += blocks.valid.sum()
+
+    def log(self, logs: dict, *args, **kwargs):
+        names = {key.split("/")[0] for key in self._sums}
+        for name in sorted(names):
+            blocks = max(float(self._sums[f"{name}/blocks"]), 1.0)
+            logs[f"tau_{name}"] = round(float(self._sums[f"{name}/accepted"]) / blocks, 4)
+        self._sums.clear()
+        super().log(logs, *args, **kwargs)
+
+
+def _split_trajectory_group(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float):
+    """Moves the trajectory's parameters into groups of their own with another learning rate."""
+    chosen = {id(p) for name, p in model.named_parameters() if "trajectory." in name}
+    for group in list(optimizer.param_groups):
+        moved = [p for p in group["params"] if id(p) in chosen]
+        if not moved:
+            continue
+        group["params"] = [p for p in group["params"] if id(p) not in chosen]
+        options = {k: v for k, v in group.items() if k not in ("params", "lr")}
+        optimizer.add_param_group({"params": moved, "lr": rate, "trajectory": True, **options})

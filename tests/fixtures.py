@@ -1,0 +1,133 @@
+"""Tiny real models, and drafters whose acceptance is known beforehand."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from retrace_hf import RetraceDrafter
+
+
+VOCAB_SIZE = 200
+MASK_TOKEN_ID = 199
+BLOCK_SIZE = 8
+
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    # Large weights: with the default scale greedy text of a random model repeats one token.
+    "initializer_range": 0.25,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_FAMILIES = {
+    "qwen3": (Qwen3Config, {}),
+    "llama": (LlamaConfig, {}),
+    # A softcap on the logits, and layers whose window is shorter than most prompts.
+    "gemma2": (Gemma2Config, {"sliding_window": 24, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "granite": (GraniteConfig, {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
+    "cohere": (CohereConfig, {"logit_scale": 0.25}),
+}
+
+
+def tiny_target(family: str = "qwen3", seed: int = 0, **overrides) -> PreTrainedModel:
+    """A random fp32 target of 6 layers whose greedy text varies. Families: qwen3, llama, gemma2, mistral, granite,
+    cohere."""
+    config_class, extra = _FAMILIES[family]
+    config = config_class(**{**_SHAPE, **extra, **overrides})
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def tiny_drafter(
+    target: PreTrainedModel, conditioning: str = "corrected", block_size: int = BLOCK_SIZE, seed: int = 1, **config
+) -> RetraceDrafter:
+    """A random two-layer drafter for `target`, as `from_target` makes it: the gate's value matrix is zero."""
+    torch.manual_seed(seed)
+    fields = {"mask_token_id": MASK_TOKEN_ID, "num_hidden_layers": 2, "initializer_range": 0.15, **config}
+    return RetraceDrafter.from_target(target, block_size=block_size, conditioning=conditioning, **fields).eval()
+
+
+@torch.no_grad()
+def randomize(module: torch.nn.Module, std: float = 0.15, seed: int = 2) -> torch.nn.Module:
+    """Gives every weight matrix random values: nothing stays at zero. Returns the module."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=std, generator=generator)
+    return module
+
+
+def prompt_of(length: int, seed: int = 3, batch_size: int = 1) -> torch.LongTensor:
+    """Random token ids `[batch_size, length]` without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE - 1, (batch_size, length), generator=generator)
+
+
+def plain(target: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens: int = 65, **kwargs) -> torch.LongTensor:
+    """What `generate()` gives without a drafter, greedily unless told otherwise."""
+    kwargs = {"do_sample": False, **kwargs}
+    return target.generate(input_ids=prompt, max_new_tokens=max_new_tokens, **kwargs)
+
+
+@torch.no_grad()
+def script_drafter(
+    drafter: RetraceDrafter,
+    target: PreTrainedModel,
+    sequence: torch.LongTensor,
+    num_right: Callable[[int], int],
+) -> RetraceDrafter:
+    """Patches the forward so that round t proposes `num_right(t)` tokens of `sequence` and a wrong one after them.
+
+    The right state for a slot is the target's own state one position earlier. A wrong one is its negative: the
+    token that the target finds least likely. The real forward runs too, so that the cache is filled as ever.
+
+    Args:
+        sequence (`torch.LongTensor` of shape `[1, length]`): Prompt and plain continuation, without padding.
+        num_right (`Callable[[int], int]`): By round, counted from 0.
+    """
+    last = target.config.get_text_config().num_hidden_layers
+    states = target(input_ids=sequence, output_hidden_states=True).hidden_states[last]
+    states = torch.cat([states, states[:, -1:].expand(-1, 2 * drafter.config.block_size, -1)], dim=1)
+    real_forward = type(drafter).forward
+    rounds = iter(range(10**6))
+
+    def forward(noise_embeds, context_hidden_states, position_ids, **kwargs):
+        out = real_forward(drafter, noise_embeds, context_hidden_states, position_ids=position_ids, **kwargs)
+        block_size = noise_embeds.shape[1]
+        anchor = int(position_ids[0, -block_size])
+        block = states[:, anchor - 1 : anchor - 1 + block_size].to(out.last_hidden_state)
+        signs = torch.ones(block_size).to(block)
+        signs[1 + num_right(next(rounds)) :] = -1
+        out.last_hidden_state = block * signs[None, :, None]
+        return out
+
+    drafter.forward = forward
+    return drafter
+
+
+def oracle(drafter: RetraceDrafter, target: PreTrainedModel, sequence: torch.LongTensor) -> RetraceDrafter:
+    """A drafter that is always right about `sequence`."""
+    return script_drafter(drafter, target, sequence, lambda t: drafter.config.block_size)
+
+
+def always_wrong(drafter: RetraceDrafter, target: PreTrainedModel, sequence: torch.LongTensor) -> RetraceDrafter:
+    """A drafter that is never right about `sequence`."""
+    return script_drafter(drafter, target, sequence, lambda t: 0)

@@ -1,0 +1,132 @@
+"""DFlash checkpoints of other projects open key for key, and what is not one is refused by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+from retrace_hf import RetraceDrafter
+
+from .fixtures import randomize, tiny_drafter, tiny_target
+
+
+@pytest.fixture(scope="module")
+def dflash():
+    return randomize(tiny_drafter(tiny_target("qwen3"), conditioning="none"))
+
+
+def write(folder, config, state):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors")
+    return folder
+
+
+def zlab_config(dflash, nested_block_size=False):
+    c = dflash.config
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_target_layers": c.num_target_layers,
+        "rope_theta": c.rope_parameters["rope_theta"],
+        "rope_scaling": None,
+        "layer_types": ["full_attention"] * c.num_hidden_layers,
+        "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": c.target_layer_ids},
+    }
+    for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "hidden_act"):
+        config[name] = getattr(c, name)
+    (config["dflash_config"] if nested_block_size else config)["block_size"] = c.block_size
+    return config
+
+
+def same_states(drafter, other, **kwargs):
+    torch.manual_seed(0)
+    noise, context = torch.randn(1, 8, 32), torch.randn(1, 5, 64)
+    return torch.equal(
+        drafter(noise_embeds=noise, context_hidden_states=context).last_hidden_state,
+        other(noise_embeds=noise, context_hidden_states=context, **kwargs).last_hidden_state,
+    )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@torch.no_grad()
+def test_zlab_layout(dflash, tmp_path, nested):
+    state = {**dflash.state_dict(), "rotary_emb.inv_freq": torch.ones(4)}  # older files hold the buffer
+    folder = write(tmp_path / "zlab", zlab_config(dflash, nested), state)
+    drafter = RetraceDrafter.from_dflash(folder)
+    assert drafter.config.conditioning == "corrected"
+    assert drafter.config.block_size == dflash.config.block_size
+    assert same_states(drafter, dflash)
+
+
+@torch.no_grad()
+def test_native_layout(dflash, tmp_path):
+    c = dflash.config
+    native = MuseGlimmerAssistantModel(
+        MuseGlimmerAssistantConfig(
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_hidden_layers=c.num_hidden_layers,
+            num_attention_heads=c.num_attention_heads,
+            num_key_value_heads=c.num_key_value_heads,
+            head_dim=c.head_dim,
+            rms_norm_eps=c.rms_norm_eps,
+            rope_parameters=c.rope_parameters,
+            layer_types=["full_attention"] * c.num_hidden_layers,
+            block_size=c.block_size,
+            mask_token_id=c.mask_token_id,
+            target_layer_ids=c.target_layer_ids,
+        )
+    ).eval()
+    rename = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    native.load_state_dict({rename.get(k, k): v for k, v in dflash.state_dict().items()})
+    native.save_pretrained(tmp_path)
+    fields = {"num_target_layers": c.num_target_layers, "vocab_size": c.vocab_size}
+    assert same_states(RetraceDrafter.from_dflash(tmp_path, **fields), native)
+    assert same_states(RetraceDrafter.from_dflash(native, **fields), native)
+    with pytest.raises(ValueError, match="num_target_layers"):
+        RetraceDrafter.from_dflash(tmp_path)
+
+
+@pytest.mark.parametrize("conditioning", ["none", "overwrite", "gated", "corrected"])
+def test_our_own_dflash_opens_with_any_conditioning(dflash, tmp_path, conditioning):
+    dflash.save_pretrained(tmp_path)
+    drafter = RetraceDrafter.from_dflash(tmp_path, conditioning=conditioning)
+    assert drafter.config.conditioning == conditioning
+    new = {k for k in drafter.state_dict() if k.startswith("trajectory.")}
+    expected = {"gated": {"value", "gate"}, "corrected": {"correction", "value", "gate"}}.get(conditioning, set())
+    assert new == {f"trajectory.{name}.weight" for name in expected}
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        ({"architectures": ["Qwen3DSparkModel"]}, "DeepSpec"),
+        ({"speculators_model_type": "dflash"}, "speculators"),
+        ({"architectures": ["LlamaForCausalLM"], "dflash_config": None, "model_type": "llama"}, "No DFlash layout"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"dflash_config": {"mask_token_id": 199}}, "target_layer_ids"),
+    ],
+)
+def test_what_is_not_dflash_is_refused(dflash, tmp_path, change, fault):
+    folder = write(tmp_path / "other", {**zlab_config(dflash), **change}, dflash.state_dict())
+    with pytest.raises(ValueError, match=fault):
+        RetraceDrafter.from_dflash(folder)
+
+
+def test_keys_must_match(dflash, tmp_path):
+    state = dflash.state_dict()
+    state["layers.0.self_attn.sinks"] = torch.ones(4)
+    del state["norm.weight"]
+    folder = write(tmp_path / "odd", zlab_config(dflash), state)
+    with pytest.raises(ValueError, match=r"Missing: \['norm.weight'\]; unknown: \['layers.0.self_attn.sinks'\]"):
+        RetraceDrafter.from_dflash(folder)
+
+
+def test_a_retrace_checkpoint_is_not_a_dflash(tmp_path):
+    tiny_drafter(tiny_target("qwen3")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="from_pretrained"):
+        RetraceDrafter.from_dflash(tmp_path)

@@ -1,0 +1,580 @@
+import contextvars
+import importlib
+import logging
+import math
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoModel,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+from transformers.generation import GenerationMode
+from transformers.generation.streamers import BaseStreamer
+
+import retrace_hf
+from retrace_hf import AcceptanceStats, RetraceCandidateGenerator, install_generate_hook, record_acceptance
+
+from .fixtures import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    always_wrong,
+    oracle,
+    plain,
+    prompt_of,
+    randomize,
+    script_drafter,
+    tiny_drafter,
+    tiny_target,
+)
+
+
+MIXED = (2, 0, 7, 6, 3, 1, 5)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return prompt_of(20)
+
+
+@pytest.fixture(scope="module")
+def sequence(target, prompt):
+    return plain(target, prompt)
+
+
+@pytest.fixture
+def deprecations_allowed():
+    """For what is deprecated upstream but must go on working, and for what upstream itself still uses."""
+    logger = logging.getLogger("transformers")
+    handlers = [h for h in logger.handlers if type(h).__name__ == "_DeprecationsFail"]
+    for handler in handlers:
+        logger.removeHandler(handler)
+
+
+def drafters(target, sequence):
+    """One drafter of each kind: random, always right, never right, and right for a varying number of slots."""
+    yield "real", randomize(tiny_drafter(target))
+    yield "oracle", oracle(tiny_drafter(target), target, sequence)
+    yield "wrong", always_wrong(tiny_drafter(target), target, sequence)
+    yield "mixed", script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+
+
+# -- the text is plain generate()'s ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("length", [1, 2, 3, 50, 150])
+def test_greedy_text_is_the_same_and_tau_is_counted_right(family, length):
+    target = tiny_target(family)
+    prompt = prompt_of(length)
+    sequence = plain(target, prompt)
+    assert sequence[0, length:].unique().numel() > 15  # text that a wrong drafter could not have by chance
+    for kind, drafter in drafters(target, sequence):
+        with record_acceptance() as stats:
+            assert torch.equal(plain(target, prompt, assistant_model=drafter), sequence), kind
+        assert stats.new_tokens == 65
+        if kind == "oracle":
+            assert stats.acceptance_length == BLOCK_SIZE and stats.rounds == 8
+        elif kind == "wrong":
+            assert stats.acceptance_length == 1 and stats.rounds == 64
+
+
+@pytest.mark.parametrize("family", ["mistral", "granite", "cohere"])
+def test_greedy_text_is_the_same_on_other_families(family):
+    target = tiny_target(family)
+    prompt = prompt_of(20)
+    sequence = plain(target, prompt)
+    for kind, drafter in drafters(target, sequence):
+        assert torch.equal(plain(target, prompt, assistant_model=drafter), sequence), kind
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 20])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_every_length_with_dynamic_and_static_caches(target, prompt, sequence, new_tokens, cache):
+    expected = sequence[:, : 20 + new_tokens]
+    for kind, drafter in drafters(target, sequence):
+        out = plain(target, prompt, new_tokens, assistant_model=drafter, cache_implementation=cache)
+        assert torch.equal(out, expected), kind
+    out = target.generate(prompt, max_length=20 + new_tokens, do_sample=False, assistant_model=drafter)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5], [7, 8]]},
+        {"min_new_tokens": 30, "eos_token_id": [16, 4, 56]},
+        {"min_length": 40, "eos_token_id": [16, 4, 56]},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: list(range(int(ids[-1]) % 7, VOCAB_SIZE, 3))},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_logits_processors_give_the_same_text(target, prompt, kwargs):
+    expected = plain(target, prompt, **kwargs)
+    for kind, drafter in drafters(target, expected):
+        assert torch.equal(plain(target, prompt, assistant_model=drafter, **kwargs), expected), kind
+
+
+def test_left_padding_gives_the_same_text(target, prompt, sequence):
+    padded = torch.cat([torch.zeros(1, 6, dtype=torch.long), prompt], dim=1)
+    mask = (torch.arange(26) >= 6).long()[None]
+    for kind, drafter in drafters(target, sequence):
+        with record_acceptance() as stats:
+            out = plain(target, padded, attention_mask=mask, assistant_model=drafter)
+        assert torch.equal(out[:, 6:], sequence), kind
+        if kind == "oracle":
+            assert stats.acceptance_length == BLOCK_SIZE
+
+
+@pytest.mark.parametrize(("of_target", "of_drafter"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_dtypes_may_differ(of_target, of_drafter):
+    target = tiny_target().to(getattr(torch, of_target))
+    drafter = randomize(tiny_drafter(target)).to(getattr(torch, of_drafter))
+    prompt = prompt_of(20)
+    out = plain(target, prompt, 20, assistant_model=drafter)
+    with torch.no_grad():
+        logits = target(input_ids=out).logits[0, 19:-1].float()
+    chosen = logits.gather(1, out[0, 20:, None])[:, 0]
+    # In bf16 a batched pass may turn a near-tie: each token is within 2 ulp of the best.
+    assert (logits.max(dim=1).values - chosen <= 2 * 2**-7 * logits.abs().max(dim=1).values).all()
+
+
+@pytest.mark.parametrize("flags", [{"output_hidden_states": True}, {"output_scores": True, "output_logits": True}])
+def test_dictionary_outputs_have_plain_shapes(target, prompt, sequence, flags):
+    def shapes(value):
+        return value.shape if isinstance(value, torch.Tensor) else [shapes(v) for v in value]
+
+    flags = {"return_dict_in_generate": True, **flags}
+    expected = plain(target, prompt, 20, **flags)
+    for _, drafter in drafters(target, sequence):
+        out = plain(target, prompt, 20, assistant_model=drafter, **flags)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert out.cache.get_seq_length() == expected.cache.get_seq_length()
+        for key in ("hidden_states", "scores", "logits"):
+            if expected.get(key) is None:
+                assert out.get(key) is None
+            else:
+                assert shapes(out[key]) == shapes(expected[key])
+                torch.testing.assert_close(out[key], expected[key], rtol=1e-3, atol=1e-3)
+
+
+def test_attentions_have_plain_shapes(prompt):
+    target = tiny_target()
+    target.set_attn_implementation("eager")
+    flags = {"return_dict_in_generate": True, "output_attentions": True}
+    expected = plain(target, prompt, 20, **flags)
+    out = plain(target, prompt, 20, assistant_model=oracle(tiny_drafter(target), target, expected.sequences), **flags)
+    for mine, its in zip(out.attentions, expected.attentions, strict=True):
+        assert [a.shape for a in mine] == [a.shape for a in its]
+
+
+def test_prompt_embeddings_beside_ids_give_the_same_text(target, prompt, sequence):
+    embeds = target.get_input_embeddings()(prompt)
+    for kind, drafter in drafters(target, sequence):
+        assert torch.equal(plain(target, prompt, inputs_embeds=embeds, assistant_model=drafter), sequence), kind
+
+
+# -- a cache that already holds tokens -------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_second_turn_on_a_warm_cache_equals_a_cold_run(family, name, deprecations_allowed):
+    target = tiny_target(family)
+    prompt, more = prompt_of(20), prompt_of(7, seed=9)
+    first = plain(target, prompt, 10)
+    second_prompt = torch.cat([first, more], dim=1)
+    second = plain(target, second_prompt, 30)
+    for kind, drafter in drafters(target, second):
+        cache = DynamicCache(config=target.config)
+        out = plain(target, prompt, 10, assistant_model=drafter, **{name: cache})
+        assert torch.equal(out, first), kind
+        out = plain(target, second_prompt, 30, assistant_model=drafter, **{name: cache})
+        assert torch.equal(out, second), kind
+        assert cache.get_seq_length() == second.shape[1] - 1
+
+
+def test_new_tokens_alone_on_a_warm_cache(target, prompt):
+    first = plain(target, prompt, 10)
+    more = torch.cat([first[:, -1:], prompt_of(7, seed=9)], dim=1)
+    expected = plain(target, torch.cat([first[:, :-1], more], dim=1), 30)
+    for kind, drafter in drafters(target, expected):
+        cache = DynamicCache(config=target.config)
+        plain(target, prompt, 10, cache=cache)
+        mask = torch.ones(1, 29 + more.shape[1], dtype=torch.long)
+        out = plain(target, more, 30, cache=cache, attention_mask=mask, assistant_model=drafter)
+        assert torch.equal(out[0, more.shape[1] :], expected[0, -30:]), kind
+
+
+def test_padding_on_a_warm_cache(target, prompt):
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompt], dim=1)
+    first = plain(target, prompt, 10)
+    text = torch.cat([first, prompt_of(7, seed=9)], dim=1)
+    expected = plain(target, text, 30)
+    text = torch.cat([torch.zeros(1, 4, dtype=torch.long), text], dim=1)
+    for kind, drafter in drafters(target, expected):
+        cache = DynamicCache(config=target.config)
+        mask = (padded != 0).long()
+        plain(target, padded, 10, cache=cache, attention_mask=mask, assistant_model=drafter)
+        out = plain(
+            target, text, 30, cache=cache, attention_mask=(torch.arange(41) >= 4).long()[None], assistant_model=drafter
+        )
+        assert torch.equal(out[:, 4:], expected), kind
+
+
+def test_a_drafter_serves_call_after_call(target, prompt, sequence):
+    other = prompt_of(11, seed=8)
+    drafter = randomize(tiny_drafter(target))
+
+    def fails(input_ids, scores, **kwargs):
+        raise RuntimeError("interrupted")
+
+    counts = []
+    for _ in range(2):
+        with record_acceptance() as stats:
+            assert torch.equal(plain(target, prompt, assistant_model=drafter), sequence)
+        counts.append(stats.accepted_per_round)
+        assert torch.equal(plain(target, other, assistant_model=drafter), plain(target, other))
+        with pytest.raises(RuntimeError, match="interrupted"):
+            plain(target, other, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([fails]))
+    assert counts[0] == counts[1]
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.puts = []
+
+    def put(self, value):
+        self.puts.append(value.flatten().tolist())
+
+    def end(self):
+        self.puts.append("end")
+
+
+def tokens_of(puts):
+    return [token for put in puts[1:-1] for token in put]
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 5, 8, 9, 16, 17, 30])
+def test_nothing_comes_after_an_end_token(target, prompt, sequence, position):
+    # Where the token comes inside a block, as its first, its last, and as the bonus token.
+    end = sequence[0, 20 + position].item()
+    expected = plain(target, prompt, eos_token_id=[end, 198])
+    for kind, drafter in drafters(target, sequence):
+        streamer = Recorder()
+        out = plain(
+            target,
+            prompt,
+            eos_token_id=[end, 198],
+            assistant_model=drafter,
+            streamer=streamer,
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, expected), kind
+        assert tokens_of(streamer.puts) == expected[0, 20:].tolist()
+        assert out.cache.get_seq_length() == expected.shape[1] - 1
+
+
+class EndsWith:
+    """A stop that is a function of the prefix: the text ends with these tokens."""
+
+    def __init__(self, tokens):
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -len(self.tokens) :] == self.tokens).all(dim=1)
+
+
+@pytest.mark.parametrize("position", [1, 2, 5, 8, 9, 16, 30])
+def test_a_custom_stop_inside_a_block_is_not_missed(target, prompt, sequence, position):
+    criteria = StoppingCriteriaList(
+        [EndsWith(sequence[0, 19 + position : 21 + position].tolist()), EndsWith(sequence[0, 54:56].tolist())]
+    )
+    expected = plain(target, prompt, stopping_criteria=criteria)
+    assert expected.shape[1] <= 21 + position
+    for kind, drafter in drafters(target, sequence):
+        streamer = Recorder()
+        out = plain(
+            target,
+            prompt,
+            stopping_criteria=criteria,
+            assistant_model=drafter,
+            streamer=streamer,
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, expected), kind
+        assert tokens_of(streamer.puts) == expected[0, 20:].tolist()
+        assert out.cache.get_seq_length() == expected.shape[1] - 1
+
+
+def letters_tokenizer():
+    """Token i is a two-letter word; the text is the words without spaces between them."""
+    vocab = {chr(97 + i // 20) + chr(97 + i % 20): i for i in range(VOCAB_SIZE - 1)}
+    tokenizer = Tokenizer(WordLevel({**vocab, "[UNK]": VOCAB_SIZE - 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Split(Regex(".."), "isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+@pytest.mark.parametrize("position", [2, 5, 9, 30])
+def test_stop_strings_across_tokens_inside_a_block(target, prompt, sequence, position):
+    tokenizer = letters_tokenizer()
+    words = tokenizer.convert_ids_to_tokens(sequence[0, 20 + position : 23 + position].tolist())
+    stop = "".join(words)[1:5]  # begins and ends inside a token
+    kwargs = {"stop_strings": [stop], "tokenizer": tokenizer}
+    expected = plain(target, prompt, **kwargs)
+    assert expected.shape[1] <= 23 + position
+    for kind, drafter in drafters(target, sequence):
+        assert torch.equal(plain(target, prompt, assistant_model=drafter, **kwargs), expected), kind
+
+
+def test_a_stop_together_with_the_length_limit(target, prompt, sequence):
+    for new_tokens in (5, 6, 7):
+        criteria = StoppingCriteriaList([EndsWith(sequence[0, 24:26].tolist())])
+        expected = plain(target, prompt, new_tokens, stopping_criteria=criteria)
+        for kind, drafter in drafters(target, sequence):
+            out = plain(target, prompt, new_tokens, stopping_criteria=criteria, assistant_model=drafter)
+            assert torch.equal(out, expected), kind
+
+
+# -- the hook --------------------------------------------------------------------------------------------------------
+
+
+SEAMS = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
+
+
+def test_installing_again_changes_nothing():
+    before = [getattr(GenerationMixin, seam) for seam in SEAMS]
+    install_generate_hook()
+    assert [getattr(GenerationMixin, seam) for seam in SEAMS] == before
+    assert all(not hasattr(seam.__wrapped__, "__wrapped__") for seam in before)
+
+
+@pytest.fixture
+def copied_package(tmp_path):
+    """The flat files of a `trust_remote_code` repository, imported under another name."""
+    flat = "configuration_retrace modeling_retrace context trajectory positions candidate_generator generation"
+    source = Path(retrace_hf.__file__).parent
+    folder = tmp_path / "retrace_copy"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name in flat.split():
+        shutil.copy(source / f"{name}.py", folder)
+    sys.path.insert(0, str(tmp_path))
+    yield "retrace_copy"
+    sys.path.remove(str(tmp_path))
+    for name in [n for n in sys.modules if n.split(".")[0] == "retrace_copy"]:
+        del sys.modules[name]
+
+
+def test_a_copy_of_the_code_shares_the_hook(copied_package, target, prompt, sequence):
+    before = [getattr(GenerationMixin, seam) for seam in SEAMS]
+    modeling = importlib.import_module(f"{copied_package}.modeling_retrace")
+    generation = importlib.import_module(f"{copied_package}.generation")
+    generation.install_generate_hook()
+    assert [getattr(GenerationMixin, seam) for seam in SEAMS] == before
+    config = importlib.import_module(f"{copied_package}.configuration_retrace").RetraceConfig
+    drafter = modeling.RetraceDrafter(config(**tiny_drafter(target).config.to_dict())).eval()
+    assert not isinstance(drafter, retrace_hf.RetraceDrafter)
+    with record_acceptance() as ours, generation.record_acceptance() as theirs:
+        assert torch.equal(plain(target, prompt, assistant_model=drafter), sequence)
+    assert ours.rounds == theirs.rounds > 0
+
+
+def test_an_auto_model_is_a_drafter(target, prompt, sequence, tmp_path):
+    randomize(tiny_drafter(target)).save_pretrained(tmp_path)
+    drafter = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(plain(target, prompt, assistant_model=drafter), sequence)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_peft_wrapped_drafter_and_target(prompt):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    target = get_peft_model(tiny_target(), lora).eval()
+    sequence = plain(target, prompt)
+    drafter = get_peft_model(randomize(tiny_drafter(tiny_target())), lora).eval()
+    with record_acceptance() as stats:
+        assert torch.equal(plain(target, prompt, assistant_model=drafter), sequence)
+    assert stats.rounds > 0
+
+
+def test_calls_without_a_drafter_pass_untouched(target, prompt, sequence, monkeypatch, deprecations_allowed):
+    monkeypatch.setattr(RetraceCandidateGenerator, "__init__", None)
+    with record_acceptance() as stats:
+        plain(target, prompt, 5)
+        plain(target, prompt, 5, num_beams=2)
+        plain(target, prompt, 5, prompt_lookup_num_tokens=3)
+        assistant = tiny_target("llama", num_hidden_layers=1)
+        assert torch.equal(plain(target, prompt, assistant_model=assistant), sequence)
+    assert stats == AcceptanceStats()
+    plain(target, prompt, 5, assistant_model=tiny_drafter(target), speculation_type="dflash")
+
+
+def test_other_modes_are_refused(target):
+    kwargs = {"assistant_model": tiny_drafter(target)}
+    with pytest.raises(ValueError, match="contrastive_search.*greedy search and sampling.*assistant_model"):
+        target._validate_generation_mode(GenerationMode.CONTRASTIVE_SEARCH, target.generation_config, kwargs)
+
+
+# -- counting --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_counted(target, prompt, sequence):
+    drafter = script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+    with record_acceptance() as stats:
+        plain(target, prompt, 40, assistant_model=drafter)
+    accepted = stats.accepted_per_round
+    assert accepted[: len(MIXED)] == list(MIXED)
+    assert stats.calls == 1 and stats.rounds == len(accepted)
+    assert stats.new_tokens == 40 == 1 + sum(a + 1 for a in accepted)
+    assert stats.acceptance_length == 39 / stats.rounds
+    assert len(stats.acceptance_at) == BLOCK_SIZE - 1
+    for slot, share in enumerate(stats.acceptance_at, start=1):
+        verified = [a for a, p in zip(accepted, stats.proposed_per_round) if p >= slot]
+        assert share == sum(a >= slot for a in verified) / len(verified)
+
+
+def test_transformers_own_rounds_are_counted_the_same(target, prompt, sequence):
+    native, ours = [], []
+    for stats_of, kwargs in ((native, {"speculation_type": "dflash"}), (ours, {})):
+        drafter = script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+        with record_acceptance() as stats:
+            assert torch.equal(plain(target, prompt, assistant_model=drafter, **kwargs), sequence)
+        stats_of.extend(stats.accepted_per_round)
+    assert native == ours
+
+
+def test_a_prefill_is_no_round_and_a_pass_without_proposal_is_one(target, prompt):
+    drafter = randomize(tiny_drafter(target))
+    with record_acceptance() as stats:
+        plain(target, prompt, 1, assistant_model=drafter)
+    assert (stats.calls, stats.rounds, stats.new_tokens) == (1, 0, 1)
+    assert math.isnan(stats.acceptance_length) and stats.acceptance_at == []
+    with record_acceptance() as stats:
+        plain(target, prompt, 2, assistant_model=drafter)
+    assert (stats.rounds, stats.proposed_per_round, stats.acceptance_length) == (1, [0], 1.0)
+
+
+def test_an_end_token_shortens_what_was_accepted(target, prompt, sequence):
+    # In the oracle's first block, slots 1 to 7 are tokens 1 to 7 of the text; the end is the first of its kind.
+    text = sequence[0, 20:].tolist()
+    position = next(i for i in range(3, 8) if text[i] not in text[:i])
+    drafter = oracle(tiny_drafter(target), target, sequence)
+    with record_acceptance() as stats:
+        plain(target, prompt, assistant_model=drafter, eos_token_id=text[position])
+    assert stats.accepted_per_round == [position - 1]
+    assert stats.proposed_per_round == [BLOCK_SIZE - 1]
+    assert stats.new_tokens == position + 1
+
+
+def test_calls_pool_and_recorders_nest(target, prompt, sequence):
+    drafter = oracle(tiny_drafter(target), target, sequence)
+    with record_acceptance() as outer:
+        plain(target, prompt, 9, assistant_model=drafter)
+        with record_acceptance() as inner:
+            plain(target, prompt, 17, assistant_model=drafter)
+        plain(target, prompt, 9, assistant_model=drafter)
+    plain(target, prompt, 9, assistant_model=drafter)
+    assert (inner.calls, inner.rounds, inner.new_tokens) == (1, 2, 17)
+    assert (outer.calls, outer.rounds, outer.new_tokens) == (3, 4, 35)
+    assert outer.acceptance_length == BLOCK_SIZE
+
+
+def test_recorders_belong_to_their_context(target, prompt):
+    drafter = randomize(tiny_drafter(target))
+    found = {}
+    barrier = threading.Barrier(2)
+
+    def work(new_tokens):
+        with record_acceptance() as stats:
+            barrier.wait()
+            plain(target, prompt, new_tokens, assistant_model=drafter)
+            barrier.wait()
+        found[new_tokens] = stats
+
+    with record_acceptance() as outside:
+        threads = [threading.Thread(target=work, args=(n,)) for n in (5, 12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert outside.calls == 0
+    assert {n: stats.new_tokens for n, stats in found.items()} == {5: 5, 12: 12}
+
+
+def test_recorders_follow_a_copied_context(target, prompt):
+    drafter = randomize(tiny_drafter(target))
+    with record_acceptance() as stats:
+        context = contextvars.copy_context()
+        thread = threading.Thread(
+            target=lambda: context.run(plain, target, prompt, 6, assistant_model=drafter),
+        )
+        thread.start()
+        thread.join()
+    assert stats.new_tokens == 6
+
+
+def test_recorders_close_after_an_exception(target, prompt):
+    with pytest.raises(ValueError, match="num_beams"), record_acceptance() as stats:
+        plain(target, prompt, assistant_model=tiny_drafter(target), num_beams=2)
+    plain(target, prompt, 5, assistant_model=tiny_drafter(target))
+    assert stats == AcceptanceStats()
+
+
+def test_a_streamer_can_tell_drafted_tokens_from_the_targets(target, prompt, sequence):
+    drafter = script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+
+    class Watching(Recorder):
+        def put(self, value):
+            self.rounds_before.append(stats.rounds)
+            super().put(value)
+
+        rounds_before = []
+
+    streamer = Watching()
+    with record_acceptance() as stats:
+        plain(target, prompt, assistant_model=drafter, streamer=streamer)
+    first, prefill, *rounds, end = streamer.puts
+    assert len(first) == 20 and len(prefill) == 1 and end == "end"
+    assert [len(put) - 1 for put in rounds] == stats.accepted_per_round
+    # The rounds before this one are counted when it is put.
+    assert streamer.rounds_before == [0, 0, *range(stats.rounds)]
+    assert tokens_of(streamer.puts) == sequence[0, 20:].tolist()
+
+
+def test_text_streams(target, prompt, sequence):
+    tokenizer = letters_tokenizer()
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    drafter = oracle(tiny_drafter(target), target, sequence)
+    thread = threading.Thread(
+        target=plain, args=(target, prompt), kwargs={"assistant_model": drafter, "streamer": streamer}
+    )
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == tokenizer.decode(sequence[0, 20:])

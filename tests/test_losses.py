@@ -1,0 +1,67 @@
+"""Losses against naive loops; chunked equals whole in value and gradient."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from retrace_hf.training.losses import chunked_cross_entropy, decay_weights, default_gamma, dpace_weights
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 20, 64])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_chunked_equals_whole(chunk_size, softcap):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 50, bias=True).requires_grad_(False)
+    labels, weights = torch.randint(0, 50, (20,)), torch.rand(20)
+
+    def logits_fn(rows):
+        logits = head(rows) * 3
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    states = torch.randn(20, 16, requires_grad=True)
+    losses, predictions = chunked_cross_entropy(states, labels, logits_fn, chunk_size)
+    (losses * weights).sum().backward()
+
+    whole = states.detach().clone().requires_grad_()
+    logits = logits_fn(whole)
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    (expected * weights).sum().backward()
+    assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    assert_close(states.grad, whole.grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal(predictions, logits.argmax(-1))
+    assert head.weight.grad is None
+
+
+def test_chunked_without_gradient_and_without_rows():
+    head = torch.nn.Linear(4, 9)
+    with torch.no_grad():
+        losses, predictions = chunked_cross_entropy(torch.randn(5, 4), torch.zeros(5, dtype=torch.long), head, 2)
+    assert losses.shape == predictions.shape == (5,) and not losses.requires_grad
+    empty = torch.randn(0, 4, requires_grad=True)
+    losses, predictions = chunked_cross_entropy(empty, torch.zeros(0, dtype=torch.long), head, 2)
+    losses.sum().backward()
+    assert losses.shape == predictions.shape == (0,)
+
+
+def test_decay_against_the_formula():
+    supervised = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    expected = [[1, math.exp(-1 / 4), math.exp(-2 / 4), 0], [1, 0, 0, 0]]
+    assert_close(decay_weights(supervised, 4.0), torch.tensor(expected))
+    assert [default_gamma(b) for b in (16, 10, 8, 12)] == [7.0, 5.0, 4.0, 6.0]
+
+
+def test_dpace_against_a_loop():
+    torch.manual_seed(0)
+    losses = torch.rand(3, 5) * 3
+    supervised = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 5])
+    weights = dpace_weights(losses, supervised, alpha=0.4)
+    for b in range(3):
+        n = int(supervised[b].sum())
+        confidence = [0.6 * math.exp(-float(losses[b, k])) + 0.4 for k in range(n)]
+        for j in range(5):
+            expected = sum(math.prod(confidence[: k + 1]) for k in range(j, n)) if j < n else 0.0
+            assert_close(float(weights[b, j]), expected, rtol=1e-5, atol=1e-6)
+    assert not dpace_weights(losses.requires_grad_(), supervised).requires_grad

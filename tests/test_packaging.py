@@ -1,0 +1,126 @@
+"""README, Makefile, constraints and pyproject.toml say the same, and it is true."""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+FIRST_SCREEN = 25  # lines of an ordinary terminal
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_readme_opens_with_the_two_commands_then_a_short_quickstart():
+    lines = README.splitlines()
+    first = {
+        command: next(i for i, line in enumerate(lines) if line.startswith(command))
+        for command in ("make demo", "make test")
+    }
+    assert max(first.values()) < FIRST_SCREEN and max(first.values()) < lines.index("## Quickstart")
+    quickstart = [line for line in code_blocks("python")[0].splitlines() if line.strip()]
+    assert len(quickstart) <= 12 and "assistant_model=drafter" in "".join(quickstart)
+
+
+def test_every_make_command_of_the_readme_exists():
+    named = set(
+        re.findall(r"\bmake ([a-z][a-z-]*)", "".join(re.findall(r"`[^`]+`", README)) + "".join(code_blocks("bash")))
+    )
+    assert {"demo", "test", "test-full", "quality", "style"} <= named <= make_targets()
+    phony = re.search(r"^\.PHONY:(.*)$", MAKEFILE, re.MULTILINE).group(1).split()
+    assert set(phony) == make_targets() >= {"demo", "test", "test-full", "quality", "style", "clean"}
+
+
+def test_extras_of_the_readme_exist():
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert set(re.findall(r"\.\[([a-z]+)\]", README)) <= set(extras)
+    assert set(extras) >= {"train", "demo", "test", "dev"}
+
+
+def test_readme_links_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+def test_quickstart_is_the_same_in_readme_and_examples():
+    script = (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8")
+    body = script[script.index("import retrace_hf") :]
+    assert code_blocks("python")[0].strip() == body.strip()
+    assert ast.get_docstring(ast.parse(script))
+
+
+def test_quickstart_runs(smollm2, monkeypatch, capsys):
+    if not (ROOT / "model_cards" / "retrace-smollm2-135m" / "config.json").is_file():
+        pytest.skip("no drafter is shipped yet")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("retrace_hf.targets.load_target", lambda name: smollm2)
+    exec(compile(code_blocks("python")[0], "README.md", "exec"), {})
+    assert "tokens per target pass" in capsys.readouterr().out
+
+
+def test_constraints_pin_what_pyproject_asks_for():
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            (pin,) = requirement.specifier
+            assert pin.operator == "==", line
+            pins[requirement.name.lower()] = pin.version
+    project = PROJECT["project"]
+    asked = project["dependencies"] + [name for extra in project["optional-dependencies"].values() for name in extra]
+    for requirement in map(Requirement, asked):
+        if requirement.name != project["name"]:
+            assert pins[requirement.name.lower()] in requirement.specifier, requirement.name
+    assert f"torch=={pins['torch']}" in MAKEFILE
+
+
+def test_versions_and_entry_point_agree():
+    import retrace_hf
+
+    assert retrace_hf.__version__ == PROJECT["project"]["version"]
+    module, function = PROJECT["project"]["scripts"]["retrace-hf"].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_importing_the_package_needs_no_extra():
+    script = (
+        "import sys\n"
+        "for name in ('accelerate', 'datasets', 'peft', 'rich', 'typer', 'gguf', 'scipy'):\n"
+        "    sys.modules[name] = None\n"  # importing it now raises ImportError
+        "import retrace_hf, retrace_hf.data, retrace_hf.data.features, retrace_hf.data.responses, retrace_hf.targets\n"
+        "assert retrace_hf.RetraceDataCollator and retrace_hf.RetraceDrafter\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ruff_is_configured_and_content():
+    ruff = PROJECT["tool"]["ruff"]
+    assert ruff["line-length"] == 119
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "."], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ci_runs_the_tests_and_minds_skips():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
+    assert subprocess.run(["bash", "-n", script]).returncode == 0

@@ -1,0 +1,255 @@
+"""RetraceTrainer on tiny models: what moves, what stays, what it counts, and that what it learns is what drafts."""
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.testing import assert_close
+from transformers import TrainerCallback
+
+from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments, record_acceptance
+from retrace_hf.training import rollout, trainer as trainer_module
+
+from .fixtures import BLOCK_SIZE, plain, prompt_of, randomize, tiny_drafter, tiny_target
+
+
+PROMPT_LENGTH = 9
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("qwen3")
+
+
+def rows_of(target, count=4, new_tokens=40):
+    rows = []
+    for i in range(count):
+        ids = plain(target, prompt_of(PROMPT_LENGTH, seed=i), max_new_tokens=new_tokens)[0].tolist()
+        mask = [0] * PROMPT_LENGTH + [1] * (len(ids) - PROMPT_LENGTH)
+        rows.append({"input_ids": ids, "loss_mask": mask, "row": i})
+    return rows
+
+
+def arguments(folder, **kwargs):
+    defaults = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "num_anchors": 6,
+        "weight_decay": 0.0,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "beta_warmup_steps": 2,
+        "seed": 7,
+    }
+    return RetraceTrainingArguments(output_dir=str(folder), **{**defaults, **kwargs})
+
+
+def make_trainer(drafter, target, folder, rows, collator=None, **kwargs):
+    return RetraceTrainer(
+        model=drafter,
+        target=target,
+        args=arguments(folder, **kwargs),
+        train_dataset=Dataset.from_list(rows),
+        data_collator=collator or RetraceDataCollator(),
+    )
+
+
+@pytest.mark.parametrize("conditioning", ["none", "overwrite", "gated", "corrected"])
+@pytest.mark.parametrize("loss_type", ["decay", "dpace"])
+def test_every_parameter_moves_and_the_targets_do_not(target, tmp_path, conditioning, loss_type):
+    drafter = tiny_drafter(target, conditioning=conditioning)
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    frozen = {name: p.detach().clone() for name, p in target.named_parameters()}
+    make_trainer(drafter, target, tmp_path, rows_of(target), max_steps=6, loss_type=loss_type).train()
+    still = [name for name, p in drafter.named_parameters() if torch.equal(p, before[name])]
+    assert still == []
+    for name, p in target.named_parameters():
+        assert p.grad is None and torch.equal(p, frozen[name]), name
+
+
+def test_loss_against_a_loop(target, tmp_path):
+    """Fresh round, decay: every slot of every anchor by hand."""
+    drafter, rows = randomize(tiny_drafter(target)), rows_of(target, count=2)
+    trainer = make_trainer(drafter, target, tmp_path, rows, num_carried_rounds=0)
+    batch = RetraceDataCollator()(rows)
+    loss = trainer.compute_loss(drafter, dict(batch)).item()
+    blocks = trainer._draw_anchors(batch["loss_mask"], first=0)
+    clean = rollout.read_clean_text(target, batch["input_ids"], drafter.config.target_layer_ids, with_cache=False)
+    total, weight = 0.0, 0.0
+    with torch.no_grad():
+        for b in range(2):
+            ids, mask = batch["input_ids"][b : b + 1], batch["loss_mask"][b]
+            for anchor in blocks.anchors[b].tolist():
+                one = rollout.Blocks(torch.tensor([[anchor]]), torch.tensor([[True]]))
+                features = clean.features[b : b + 1]
+                states = rollout.draft_blocks(drafter, target.get_input_embeddings(), ids, features, one)
+                for slot in range(1, BLOCK_SIZE):
+                    if anchor + slot >= ids.shape[1] or not mask[anchor + slot]:
+                        break
+                    logp = target.lm_head(states[0, 0, slot]).log_softmax(-1)
+                    w = float(torch.exp(torch.tensor(-(slot - 1) / 4.0)))
+                    total -= w * float(logp[ids[0, anchor + slot]])
+                    weight += w
+    assert_close(loss, total / weight, rtol=1e-4, atol=1e-5)
+
+
+def test_accumulation_changes_nothing(target, tmp_path):
+    """Two batches of two or one of four: the same anchors, the same update."""
+    rows, states = rows_of(target), []
+    for size, accumulate in ((4, 1), (2, 2)):
+        drafter = randomize(tiny_drafter(target))
+        make_trainer(
+            drafter,
+            target,
+            tmp_path,
+            rows,
+            max_steps=2,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulate,
+        ).train()
+        states.append(drafter.state_dict())
+    for name in states[0]:
+        assert_close(states[0][name], states[1][name], rtol=1e-4, atol=2e-5)
+
+
+def test_cached_features_equal_online_ones(target, tmp_path):
+    rows, taps = rows_of(target), tiny_drafter(target).config.target_layer_ids
+    features = [
+        rollout.read_clean_text(target, torch.tensor([r["input_ids"]]), taps, with_cache=False).features[0].numpy()
+        for r in rows
+    ]
+    states = []
+    for collator in (RetraceDataCollator(), RetraceDataCollator(features=features)):
+        drafter = tiny_drafter(target, conditioning="none")
+        make_trainer(drafter, target, tmp_path, rows, collator=collator).train()
+        states.append(drafter.state_dict())
+    for name in states[0]:
+        assert_close(states[0][name], states[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_control_needs_no_target_pass(target, tmp_path, monkeypatch):
+    """conditioning none with carried rounds on cached features: the SFT control runs without the target."""
+    for name in ("read_clean_text", "verify_blocks"):
+        monkeypatch.setattr(trainer_module, name, lambda *args, **kwargs: pytest.fail("the target ran"))
+    rows = rows_of(target)
+    features = [torch.randn(len(r["input_ids"]), 2 * 32).numpy() for r in rows]
+    drafter = tiny_drafter(target, conditioning="none")
+    trainer = make_trainer(
+        drafter, target, tmp_path, rows, collator=RetraceDataCollator(features=features), num_carried_rounds=2
+    )
+    trainer.train()
+
+
+def test_a_batch_without_anchors_is_finite(target, tmp_path):
+    rows = rows_of(target)
+    for row in rows:
+        row["loss_mask"] = [0] * len(row["input_ids"])
+    drafter = tiny_drafter(target)
+    before = drafter.fc.weight.detach().clone()
+    out = make_trainer(drafter, target, tmp_path, rows, max_steps=2, num_carried_rounds=2).train()
+    assert out.training_loss == 0.0
+    assert torch.isfinite(drafter.fc.weight).all() and torch.equal(drafter.fc.weight, before)
+
+
+def test_beta_rises_and_is_not_saved(target, tmp_path):
+    drafter, seen = tiny_drafter(target), []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(drafter.trajectory.beta)
+
+    trainer = make_trainer(drafter, target, tmp_path, rows_of(target), max_steps=4, beta_warmup_steps=2)
+    trainer.add_callback(Watch())
+    trainer.train()
+    trainer.save_model()
+    assert seen == [0.0, 0.5, 1.0, 1.0]
+    assert RetraceDrafter.from_pretrained(tmp_path).trajectory.beta == 1.0
+
+
+def test_checkpoints_hold_the_drafter_only_and_resume_equals_going_on(target, tmp_path):
+    rows = rows_of(target)
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "num_carried_rounds": 2}
+    whole = tiny_drafter(target)
+    make_trainer(whole, target, tmp_path / "a", rows, **options).train()
+    resumed = tiny_drafter(target)
+    make_trainer(resumed, target, tmp_path / "b", rows, **options).train(
+        resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3")
+    )
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+    saved = RetraceDrafter.from_pretrained(tmp_path / "a" / "checkpoint-3").state_dict()
+    assert set(saved) == set(whole.state_dict())
+
+
+def test_trajectory_may_have_its_own_learning_rate(target, tmp_path):
+    drafter = tiny_drafter(target)
+    trainer = make_trainer(drafter, target, tmp_path, rows_of(target), trajectory_learning_rate=0.01)
+    optimizer = trainer.create_optimizer()
+    rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    assert len(rates) == len(list(drafter.parameters()))
+    for name, p in drafter.named_parameters():
+        assert rates[id(p)] == (0.01 if name.startswith("trajectory.") else 6e-4), name
+
+
+@pytest.mark.parametrize("field, value", [("loss_type", "mse"), ("num_anchors", 0), ("num_carried_rounds", -1)])
+def test_arguments_that_cannot_be(tmp_path, field, value):
+    with pytest.raises(ValueError, match=field):
+        arguments(tmp_path, **{field: value})
+
+
+def test_drafter_and_target_must_fit(tmp_path):
+    drafter = tiny_drafter(tiny_target("qwen3"))
+    other = tiny_target("qwen3", hidden_size=64)
+    with pytest.raises(ValueError, match="hidden"):
+        make_trainer(drafter, other, tmp_path, rows_of(other, count=1))
+
+
+# -- overfit one sequence and generate it ----------------------------------------------------------------------------
+
+
+def overfit(target, folder, steps=110):
+    drafter = tiny_drafter(target, conditioning="none", initializer_range=0.1)
+    make_trainer(
+        drafter,
+        target,
+        folder,
+        rows_of(target, count=1),
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        num_anchors=64,
+        num_carried_rounds=0,
+        learning_rate=5e-3,
+    ).train()
+    drafter.eval()
+    with record_acceptance() as stats:
+        target.generate(prompt_of(PROMPT_LENGTH, seed=0), assistant_model=drafter, max_new_tokens=33, do_sample=False)
+    return stats.acceptance_length
+
+
+def test_overfitting_one_sequence_drafts_it(target, tmp_path):
+    assert overfit(target, tmp_path) > 0.9 * BLOCK_SIZE
+
+
+def shifted_labels(real):
+    def block_labels(ids, mask, blocks, size):
+        return real(ids.roll(-1, 1), mask, blocks, size)
+
+    return block_labels
+
+
+FAULTS = {
+    "label shift": (trainer_module, "block_labels", shifted_labels),
+    "tap index": (rollout, "gather_context_states", lambda real: lambda h, ids: real(h, [i - 1 for i in ids])),
+    "position offset": (rollout, "block_positions", lambda real: lambda a, size: real(a + 3, size)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_costs_acceptance(target, tmp_path, monkeypatch, fault):
+    """98 % in training and little in decoding: the same overfit with one side of one seam broken."""
+    module, name, broken = FAULTS[fault]
+    monkeypatch.setattr(module, name, broken(getattr(module, name)))
+    if fault == "tap index":
+        monkeypatch.setattr(rollout, "captured_layers", lambda ids, layers, with_last: True)
+    assert overfit(target, tmp_path) < 0.6 * BLOCK_SIZE
