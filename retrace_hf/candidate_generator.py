@@ -170,7 +170,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         if num_proposals <= 0:
             return input_ids, None
 
-        hidden_states = model_outputs.hidden_states
+        hidden_states = self._captured(model_outputs)
         rows = hidden_states[self.target_layer_ids[0] + 1].shape[1]
         num_context = rows if self._draft_states is None else n_last_matches + 1
         # Read from the pass, not from what was meant to be proposed: length and stops cut blocks short.
@@ -180,6 +180,18 @@ class RetraceCandidateGenerator(CandidateGenerator):
         if self.prefix_criteria:
             proposals = proposals[:, : self._stop_cap(input_ids, proposals)]
         return torch.cat([input_ids, proposals], dim=1), logits
+
+    def _captured(self, model_outputs) -> tuple[torch.Tensor | None, ...]:
+        """The target's hidden states by layer index, `None` where a layer was not asked for."""
+        hidden_states = getattr(model_outputs, "hidden_states", None)
+        found = len(hidden_states) if hidden_states is not None else 0
+        if found != self.last_layer + 1:
+            raise ValueError(
+                f"{type(self.target).__name__} returned {found} hidden states for output_hidden_states, and a drafter "
+                f"reads from {self.last_layer + 1} (embedding and {self.last_layer} layers); this target cannot be "
+                "served."
+            )
+        return hidden_states
 
     # -- what the drafter sees ---------------------------------------------------------------------------------------
 

@@ -1,3 +1,4 @@
+import functools
 import gc
 import itertools
 import weakref
@@ -9,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -437,12 +441,12 @@ def test_sampling_keeps_the_targets_law(proposal, kwargs):
     counts = torch.zeros(512)
     torch.manual_seed(7)
     with record_acceptance() as stats:
-        for _ in range(600):
+        for _ in range(500):
             a, b, c = plain(target, prompt, 3, do_sample=True, assistant_model=drafter, **kwargs)[0, 4:].tolist()
             counts[64 * a + 8 * b + c] += 1
     assert 0 < sum(stats.accepted_per_round) < stats.rounds  # both branches of the verification were taken
     assert counts[law == 0].sum() == 0
-    expected = 600 * law
+    expected = 500 * law
     large = expected >= 5
     observed = torch.cat([counts[large], counts[~large].sum()[None]]).double()
     expected = torch.cat([expected[large], expected[~large].sum()[None]]).double()
@@ -685,6 +689,37 @@ def test_options_that_cannot_be_served_say_so(target, kwargs, message, monkeypat
     monkeypatch.setattr(type(target), "_assisted_decoding", None)
     with pytest.raises(ValueError, match=message):
         plain(target, prompt_of(4), assistant_model=drafter, **kwargs)
+
+
+def test_processors_with_memory_say_so(target):
+    watermark = SynthIDTextWatermarkLogitsProcessor(
+        ngram_len=5,
+        keys=[1, 2, 3],
+        sampling_table_size=64,
+        sampling_table_seed=0,
+        context_history_size=16,
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor remembers.*drop watermarking_config"):
+        plain(
+            target,
+            prompt_of(4),
+            assistant_model=tiny_drafter(target),
+            logits_processor=LogitsProcessorList([watermark]),
+        )
+
+
+def test_a_target_without_hidden_states_says_so(target, monkeypatch):
+    forward = type(target).forward
+    monkeypatch.setattr(
+        type(target),
+        "forward",
+        functools.wraps(forward)(
+            lambda self, *args, output_hidden_states=None, **kwargs: forward(self, *args, **kwargs)
+        ),
+    )
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM returned 0 hidden states.*reads from 7"):
+        plain(target, prompt_of(4), assistant_model=tiny_drafter(target))
 
 
 def test_inputs_that_cannot_be_served_say_so(target):

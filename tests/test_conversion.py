@@ -35,7 +35,19 @@ def zlab_config(dflash, nested_block_size=False):
         "layer_types": ["full_attention"] * c.num_hidden_layers,
         "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": c.target_layer_ids},
     }
-    for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "hidden_act"):
+    for name in (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "vocab_size",
+        "max_position_embeddings",
+        "attention_bias",
+        "hidden_act",
+    ):
         config[name] = getattr(c, name)
     (config["dflash_config"] if nested_block_size else config)["block_size"] = c.block_size
     return config

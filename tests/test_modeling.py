@@ -120,7 +120,10 @@ def test_cache_in_pieces_equals_all_at_once(drafter):
 def test_two_dimensional_mask_hides_padding(drafter):
     inputs = inputs_for(drafter, context=6)
     alone = drafter(**inputs).last_hidden_state
-    padded = {**inputs, "context_hidden_states": torch.cat([torch.randn(1, 3, 64), inputs["context_hidden_states"]], 1)}
+    padded = {
+        **inputs,
+        "context_hidden_states": torch.cat([torch.randn(1, 3, 64), inputs["context_hidden_states"]], 1),
+    }
     mask = torch.tensor([[0] * 3 + [1] * (6 + BLOCK_SIZE)])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DFlashCache(config=drafter.config)
@@ -178,7 +181,10 @@ def test_default_taps_follow_the_published_rule(layers, taps, expected):
     assert default_target_layer_ids(layers, taps) == expected
 
 
-@pytest.mark.parametrize("ids, fault", [([], "empty"), ([-1], r"\[-1\]"), ([5], r"\[5\]"), ([6], r"\[6\]"), ([2, 1], "ascending"), ([1, 1], "ascending")])
+@pytest.mark.parametrize(
+    "ids, fault",
+    [([], "empty"), ([-1], r"\[-1\]"), ([5], r"\[5\]"), ([6], r"\[6\]"), ([2, 1], "ascending"), ([1, 1], "ascending")],
+)
 def test_taps_that_cannot_be(ids, fault):
     with pytest.raises(ValueError, match=fault):
         check_target_layer_ids(ids, 6)
@@ -209,7 +215,14 @@ def test_from_target_takes_the_targets_shape(family):
     target = tiny_target(family)
     config = tiny_drafter(target).config
     text = target.config
-    for name in ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "eos_token_id"):
+    for name in (
+        "hidden_size",
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "eos_token_id",
+    ):
         assert getattr(config, name) == getattr(text, name)
     assert config.num_target_layers == text.num_hidden_layers
     assert config.rope_parameters["rope_theta"] == text.rope_parameters["rope_theta"]
@@ -225,7 +238,14 @@ def test_rope_of_the_full_attention_layers_is_taken():
     assert rope == {"rope_type": "default", "rope_theta": 5e5}
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e7}, {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e7},
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128},
+    ],
+)
 def test_rope_agrees_with_the_config_before_and_after_reload(target, rope, tmp_path):
     drafter = tiny_drafter(target, rope_parameters=rope)
     drafter.save_pretrained(tmp_path)

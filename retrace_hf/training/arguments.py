@@ -43,9 +43,13 @@ class RetraceTrainingArguments(TrainingArguments):
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
     warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up: steps, or a share of them when < 1."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "The collator needs columns no forward names."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "The collator needs columns no forward names."}
+    )
     num_anchors: int = field(default=512, metadata={"help": "Anchors drawn for each sequence and step."})
-    num_carried_rounds: int = field(default=1, metadata={"help": "Rounds drafted behind the fresh one; 0: plain DFlash."})
+    num_carried_rounds: int = field(
+        default=1, metadata={"help": "Rounds drafted behind the fresh one; 0: plain DFlash."}
+    )
     beta_warmup_steps: int = field(default=50, metadata={"help": "Steps over which beta rises from 0 to 1."})
     loss_type: str = field(default="decay", metadata={"help": "decay or dpace.", "choices": ["decay", "dpace"]})
     loss_gamma: float | None = field(default=None, metadata={"help": "Decay of the slot weights, in slots."})
@@ -59,6 +63,11 @@ class RetraceTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.loss_type not in ("decay", "dpace"):
             raise ValueError(f"loss_type is {self.loss_type!r}; it must be 'decay' or 'dpace'.")
-        for name, least in (("num_anchors", 1), ("num_carried_rounds", 0), ("beta_warmup_steps", 0), ("loss_chunk_size", 1)):
+        for name, least in (
+            ("num_anchors", 1),
+            ("num_carried_rounds", 0),
+            ("beta_warmup_steps", 0),
+            ("loss_chunk_size", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
