@@ -5,7 +5,7 @@ which gives the acceptance that `generate()` would (`retrace_hf.evaluation.roll_
 
     python examples/evaluate_drafters.py --arm stage1=runs/stage1 --arm sft=runs/sft --arm corrected=runs/corrected
 
-With `--generate NAME` that arm is also run through `generate()`, prompt by prompt, beside plain `generate()` and beside
+With `--generate NAME` that arm is also run through `generate()`, prompt by prompt, beside plain `generate()` and
 transformers' own DFlash generator on the same weights (`signal_off`): equality, rounds, and seconds measured in one
 interleaved run. It resumes where it was stopped:
 

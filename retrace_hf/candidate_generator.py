@@ -329,8 +329,12 @@ def draft_logits(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.Tensor` of shape `[b, k, V]`, where and as the head returns it.
     """
+    return transform_logits(target, _head(target, hidden))
+
+
+def transform_logits(target: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
+    """What the target's class does to its head's output, by logit: scale and softcap. Any shape, `[..., n]`."""
     config = target.config.get_text_config(decoder=True)
-    logits = _head(target, hidden)
     for factor in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if isinstance(getattr(config, factor, None), (int, float)):
             logits = logits * getattr(config, factor)

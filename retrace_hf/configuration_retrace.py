@@ -112,8 +112,8 @@ class RetraceConfig(PreTrainedConfig):
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
-                f"mask_token_id {self.mask_token_id} is outside the target's {self.vocab_size} embedding rows; choose an "
-                "unused special token of the target's tokenizer."
+                f"mask_token_id {self.mask_token_id} is outside the target's {self.vocab_size} embedding rows; choose "
+                "an unused special token of the target's tokenizer."
             )
 
     def _check_axes(self):

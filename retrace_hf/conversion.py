@@ -89,16 +89,17 @@ def _layout(raw: dict) -> str:
         return "native"
     if any("DSpark" in name for name in architectures):
         raise ValueError(
-            "This is a DeepSpec checkpoint: its slot 0 predicts the token behind the anchor, so every label is shifted "
-            "by one and its weights cannot be opened as DFlash."
+            "This is a DeepSpec checkpoint: its slot 0 predicts the token behind the anchor, so every label is "
+            "shifted by one and its weights cannot be opened as DFlash."
         )
     if raw.get("speculators_model_type"):
         raise ValueError("This is a speculators checkpoint; opening that layout is not supported yet.")
     if raw.get("dflash_config") or "DFlashDraftModel" in architectures:
         return "z-lab"
     raise ValueError(
-        f"No DFlash layout is known for model_type={raw.get('model_type')!r}, architectures={architectures}; known are "
-        "z-lab (DFlashDraftModel), transformers-native (muse_glimmer_assistant) and retrace with conditioning='none'."
+        f"No DFlash layout is known for model_type={raw.get('model_type')!r}, architectures={architectures}; known "
+        "are z-lab (DFlashDraftModel), transformers-native (muse_glimmer_assistant) and retrace with "
+        "conditioning='none'."
     )
 
 

@@ -256,8 +256,8 @@ class RetraceDrafter(RetracePreTrainedModel):
         ]
         if faults:
             raise ValueError(
-                f"{pretrained_model_name_or_path} does not fit its config ({'; '.join(faults)}). A DFlash checkpoint is "
-                "opened with RetraceDrafter.from_dflash(); to switch the signal of a ReTrace off, set "
+                f"{pretrained_model_name_or_path} does not fit its config ({'; '.join(faults)}). A DFlash checkpoint "
+                "is opened with RetraceDrafter.from_dflash(); to switch the signal of a ReTrace off, set "
                 "drafter.config.conditioning = 'none' after loading."
             )
         return (drafter, info) if output_loading_info else drafter
@@ -327,8 +327,8 @@ class RetraceDrafter(RetracePreTrainedModel):
         backbone = {k for k in drafter.state_dict() if not k.startswith("trajectory.")}
         if backbone != set(state):
             raise ValueError(
-                f"The checkpoint is not the DFlash that its config describes. Missing: {sorted(backbone - set(state))}; "
-                f"unknown: {sorted(set(state) - backbone)}."
+                f"The checkpoint is not the DFlash that its config describes. Missing: {sorted(backbone - set(state))}"
+                f"; unknown: {sorted(set(state) - backbone)}."
             )
         drafter.load_state_dict(state, strict=False)
         return drafter.to(next(iter(state.values())).dtype).eval()

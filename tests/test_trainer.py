@@ -7,7 +7,8 @@ from torch.testing import assert_close
 from transformers import TrainerCallback
 
 from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments, record_acceptance
-from retrace_hf.training import rollout, trainer as trainer_module
+from retrace_hf.training import rollout
+from retrace_hf.training import trainer as trainer_module
 
 from .fixtures import BLOCK_SIZE, plain, prompt_of, randomize, tiny_drafter, tiny_target
 
@@ -92,6 +93,25 @@ def test_loss_against_a_loop(target, tmp_path):
                     total -= w * float(logp[ids[0, anchor + slot]])
                     weight += w
     assert_close(loss, total / weight, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_on_seen_tokens(target, tmp_path):
+    """With every token seen it is the whole loss; in general the softmax over those seen."""
+    drafter, rows = randomize(tiny_drafter(target)), rows_of(target, count=2)
+    options = {"num_carried_rounds": 0, "loss_on_seen_tokens": True}
+    trainer = make_trainer(drafter, target, tmp_path, rows, **options)
+    batch = RetraceDataCollator()(rows)
+    seen = sorted({t for r in rows for t, m in zip(r["input_ids"], r["loss_mask"]) if m})
+    assert trainer._seen.token_ids.tolist() == seen
+    states = torch.randn(3, drafter.config.hidden_size)
+    assert torch.equal(trainer._logits(states), target.lm_head(states)[:, seen])
+    whole = make_trainer(drafter, target, tmp_path, rows, num_carried_rounds=0)
+    assert trainer.compute_loss(drafter, dict(batch)).item() < whole.compute_loss(drafter, dict(batch)).item()
+    everything = [{**rows[0], "input_ids": list(range(200)), "loss_mask": [1] * 200}]
+    trainer._seen = make_trainer(drafter, target, tmp_path, everything, **options)._seen
+    assert_close(trainer.compute_loss(drafter, dict(batch)), whole.compute_loss(drafter, dict(batch)))
+    with pytest.raises(ValueError, match="num_carried_rounds=0"):
+        arguments(tmp_path, loss_on_seen_tokens=True)
 
 
 def test_accumulation_changes_nothing(target, tmp_path):

@@ -14,7 +14,6 @@ from transformers.cache_utils import DFlashCache
 
 from ..generation import AcceptanceStats
 from ..positions import block_positions
-from ..trajectory import RejectedTrajectory, align_trajectory
 from ..training.rollout import (
     Blocks,
     as_attention_takes_it,
@@ -23,6 +22,7 @@ from ..training.rollout import (
     read_clean_text,
     verify_blocks,
 )
+from ..trajectory import RejectedTrajectory, align_trajectory
 
 
 class _Batch(NamedTuple):

@@ -33,6 +33,10 @@ class RetraceTrainingArguments(TrainingArguments):
             alpha of D-PACE.
         loss_chunk_size (`int`, *optional*, defaults to 1024):
             Rows whose logits over the vocabulary exist at once.
+        loss_on_seen_tokens (`bool`, *optional*, defaults to `False`):
+            Run the loss's softmax over the tokens that occur in the answers only. Cheaper by their share of the
+            vocabulary, which pays on a CPU; train on without it afterwards, so that the other tokens are kept down.
+            Needs `num_carried_rounds=0`: carried rounds must propose as `generate()` does.
 
     > Parameters that control the optimizer
 
@@ -55,6 +59,9 @@ class RetraceTrainingArguments(TrainingArguments):
     loss_gamma: float | None = field(default=None, metadata={"help": "Decay of the slot weights, in slots."})
     dpace_alpha: float = field(default=0.5, metadata={"help": "alpha of D-PACE."})
     loss_chunk_size: int = field(default=1024, metadata={"help": "Rows whose logits exist at once."})
+    loss_on_seen_tokens: bool = field(
+        default=False, metadata={"help": "Softmax over the tokens that occur in the answers only."}
+    )
     trajectory_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the trajectory modules; learning_rate by default."}
     )
@@ -63,6 +70,11 @@ class RetraceTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.loss_type not in ("decay", "dpace"):
             raise ValueError(f"loss_type is {self.loss_type!r}; it must be 'decay' or 'dpace'.")
+        if self.loss_on_seen_tokens and self.num_carried_rounds:
+            raise ValueError(
+                f"loss_on_seen_tokens goes with num_carried_rounds=0, not {self.num_carried_rounds}: carried rounds "
+                "must propose over the whole vocabulary."
+            )
         for name, least in (
             ("num_anchors", 1),
             ("num_carried_rounds", 0),

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from ..candidate_generator import check_pairing, draft_logits
+from ..candidate_generator import check_pairing, draft_logits, transform_logits
 from ..data import RetraceDataCollator
 from .arguments import RetraceTrainingArguments
-from .losses import chunked_cross_entropy, decay_weights, default_gamma, dpace_weights
+from .losses import SeenTokens, chunked_cross_entropy, decay_weights, default_gamma, dpace_weights
 from .rollout import (
     Blocks,
     block_labels,
@@ -62,6 +62,7 @@ class RetraceTrainer(Trainer):
         # The loss comes out normalised over the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
+        self._seen = self._seen_tokens() if args.loss_on_seen_tokens else None
         if self.target.device != self.args.device and not hasattr(self.target, "hf_device_map"):
             self.target.to(self.args.device)
 
@@ -127,10 +128,11 @@ class RetraceTrainer(Trainer):
         """Sums of weighted cross entropy, one a round: draft, compare, verify, shift, draft again."""
         input_ids, loss_mask = inputs["input_ids"], inputs["loss_mask"]
         config = self._config
-        signal = config.conditioning != "none" and self.args.num_carried_rounds > 0
+        # Only the correction reads the target's states on the drafts; all else does without verification.
+        verifies = config.conditioning == "corrected" and self.args.num_carried_rounds > 0
         features, cache = inputs.get("context_hidden_states"), None
-        if features is None or signal:
-            clean = read_clean_text(self.target, input_ids, config.target_layer_ids, with_cache=signal)
+        if features is None or verifies:
+            clean = read_clean_text(self.target, input_ids, config.target_layer_ids, with_cache=verifies)
             features, cache = clean.features, clean.cache
 
         losses, trajectory = [], None
@@ -144,8 +146,8 @@ class RetraceTrainer(Trainer):
             self._record(carried, loss, accepted, blocks)
             if carried == self.args.num_carried_rounds:
                 break
-            if signal:
-                verified = verify_blocks(self.target, cache, input_ids, drafted, blocks)
+            if config.conditioning != "none":
+                verified = verify_blocks(self.target, cache, input_ids, drafted, blocks) if verifies else states
                 trajectory = carried_trajectory(states, verified, accepted)
             blocks = shift_blocks(blocks, accepted, loss_mask)
         return losses
@@ -153,22 +155,36 @@ class RetraceTrainer(Trainer):
     def _block_loss(self, states, labels, supervised, valid) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted sum of cross entropy over the slots of valid blocks, and the drafted tokens `[b, N, B - 1]`."""
         rows = states[:, :, 1:][valid]  # [n, B - 1, D]
-        row_labels = labels[valid]
+        row_labels, supervised = labels[valid], supervised[valid]
+        if self._seen is not None:
+            row_labels, known = self._seen.places(row_labels)
+            supervised = supervised & known.cumprod(dim=-1).bool()
         ce, predictions = chunked_cross_entropy(
             rows.flatten(0, 1), row_labels.flatten(), self._logits, self.args.loss_chunk_size
         )
         ce = ce.view(row_labels.shape)
         if self.args.loss_type == "dpace":
-            weights = dpace_weights(ce, supervised[valid], self.args.dpace_alpha)
+            weights = dpace_weights(ce, supervised, self.args.dpace_alpha)
         else:
-            weights = decay_weights(supervised[valid], self._gamma)
+            weights = decay_weights(supervised, self._gamma)
+        if self._seen is not None:
+            predictions = self._seen.token_ids[predictions]
         drafted = torch.zeros_like(labels)
         drafted[valid] = predictions.view(row_labels.shape)
         # The empty sum keeps every parameter in the graph of a rank without anchors.
         return (weights * ce).sum() + 0.0 * states.sum(), drafted
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._seen is not None:
+            return transform_logits(self.target, self._seen.logits(rows))
         return draft_logits(self.target, rows)
+
+    def _seen_tokens(self) -> SeenTokens:
+        """Reads the training set once: every token that is an answer's."""
+        seen = set()
+        for row in self.train_dataset:
+            seen.update(t for t, answer in zip(row["input_ids"], row["loss_mask"]) if answer)
+        return SeenTokens(self.target.get_output_embeddings(), seen)
 
     def _set_beta(self):
         fusion = self.accelerator.unwrap_model(self.model).trajectory
