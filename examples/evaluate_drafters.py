@@ -16,12 +16,13 @@ import argparse
 import json
 import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
-from retrace_hf import RetraceDrafter, record_acceptance
+from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_acceptance
 from retrace_hf.data.prompts import read_eval_prompts, render_prompt
 from retrace_hf.evaluation import AcceptanceStats, bootstrap_ratio, roll_out, summarize, write_results
 from retrace_hf.evaluation.results import provenance
@@ -159,6 +160,51 @@ def generate_all(args, target, name: str, folder: str, rows) -> dict[str, list[d
     return {variant: [r[variant] for r in results] for variant in options}
 
 
+@contextmanager
+def timed(owner, name: str, spent: list[float]):
+    """Adds the seconds spent in `owner.name` to `spent[0]`."""
+    real = getattr(owner, name)
+
+    def timer(*args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return real(*args, **kwargs)
+        finally:
+            spent[0] += time.perf_counter() - start
+
+    setattr(owner, name, timer)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+def conditioning_cost(args, target, folder: str, rows) -> dict[str, float]:
+    """Milliseconds a round that the trajectory costs (alignment and fusion), and a round's, over a few prompts.
+
+    The drafter's and the target's weights are read once a round either way; this is what comes on top.
+    """
+    drafter = RetraceDrafter.from_pretrained(folder, dtype=torch.float32).eval()
+    spent, seconds, rounds = [0.0], 0.0, 0
+    for row in rows[:: max(1, len(rows) // 10)]:
+        with timed(RetraceCandidateGenerator, "_rejected", spent), timed(drafter, "_admit", spent):
+            with record_acceptance() as stats:
+                start = time.perf_counter()
+                target.generate(
+                    torch.tensor([row["prompt_ids"]]),
+                    assistant_model=drafter,
+                    max_new_tokens=args.max_new_tokens,
+                    do_sample=False,
+                )
+                seconds += time.perf_counter() - start
+        rounds += stats.rounds
+    return {
+        "conditioning_ms": 1000 * spent[0] / rounds,
+        "round_ms": 1000 * seconds / rounds,
+        "share": spent[0] / seconds,
+    }
+
+
 def stats_of(result: dict) -> AcceptanceStats:
     if not result["accepted"]:  # plain: every token behind the first is a pass of its own
         rounds = len(result["ids"]) - 1
@@ -218,8 +264,10 @@ def main():
         for variant, summary in summarize_generated(generated, kinds, args.generate).items():
             variants[f"{variant}_generate" if variant == args.generate else variant] = summary
 
-    results = {
-        "variants": variants,
+    results = {"variants": variants}
+    if args.generate is not None:
+        results["conditioning_cost"] = conditioning_cost(args, target, arms[args.generate], rows)
+    results |= {
         f"acceptance_length_over_{args.baseline}": ratios,
         "provenance": provenance(
             [args.prompts],

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -134,10 +135,12 @@ class RetracePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
-        if getattr(module, "starts_at_zero", False):
-            nn.init.zeros_(module.weight)
-        else:
+        # transformers' init functions leave alone what a checkpoint has filled.
+        start = getattr(module, "start", None)
+        if start is None:
             super()._init_weights(module)
+        else:
+            init.copy_(module.weight, start(module.weight))
 
 
 class RetraceDrafter(RetracePreTrainedModel):

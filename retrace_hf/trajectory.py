@@ -93,7 +93,9 @@ class TrajectoryFusion(nn.Module):
         e~_j = e_j + (Wv r_j) * sigmoid(Wg [e_j ; r_j])
 
     Slot 0 and slots without signal keep e_j exactly. Wv starts at zero, so an untrained ReTrace is its DFlash bit for
-    bit. `beta` is 1 at inference; the trainer raises it from 0 in the first steps. It is never saved.
+    bit. Wc starts as [0 ; I], so that r_j goes from m_j to m_j + u_j as beta rises: both states live where the LM head
+    reads (the paper leaves Wc's start open). `beta` is 1 at inference; the trainer raises it from 0 in the first steps.
+    It is never saved.
 
     Source: ReTrace, arXiv 2608.29748, correction and gated residual fusion.
     """
@@ -104,7 +106,9 @@ class TrajectoryFusion(nn.Module):
         self.beta = 1.0
         self.correction = nn.Linear(2 * size, size, bias=False) if config.conditioning == "corrected" else None
         self.value = nn.Linear(size, size, bias=False)
-        self.value.starts_at_zero = True  # read by RetracePreTrainedModel._init_weights
+        self.value.start = torch.zeros_like  # `start` is read by RetracePreTrainedModel._init_weights
+        if self.correction is not None:
+            self.correction.start = _only_second_half
         self.gate = nn.Linear(2 * size, size, bias=False)
 
     def forward(self, embeds: torch.Tensor, trajectory: RejectedTrajectory, corrected: bool) -> torch.Tensor:
@@ -125,6 +129,12 @@ class TrajectoryFusion(nn.Module):
             rejected = rejected + self.beta * self.correction(torch.cat([rejected, target], dim=-1))
         admitted = self.value(rejected) * torch.sigmoid(self.gate(torch.cat([embeds, rejected], dim=-1)))
         return torch.where(valid, embeds + admitted, embeds)
+
+
+def _only_second_half(weight: torch.Tensor) -> torch.Tensor:
+    """[0 ; I], shaped as `weight` (`[D, 2 * D]`)."""
+    identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+    return torch.cat([torch.zeros_like(identity), identity], dim=1)
 
 
 def overwrite_embeds(embeds: torch.Tensor, trajectory: RejectedTrajectory) -> torch.Tensor:
