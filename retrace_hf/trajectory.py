@@ -93,9 +93,9 @@ class TrajectoryFusion(nn.Module):
         e~_j = e_j + (Wv r_j) * sigmoid(Wg [e_j ; r_j])
 
     Slot 0 and slots without signal keep e_j exactly. Wv starts at zero, so an untrained ReTrace is its DFlash bit for
-    bit. Wc starts as [0 ; I], so that r_j goes from m_j to m_j + u_j as beta rises: both states live where the LM head
-    reads (the paper leaves Wc's start open). `beta` is 1 at inference; the trainer raises it from 0 in the first steps.
-    It is never saved.
+    bit. Wc starts as [0 ; I], so that r_j goes from m_j to m_j + u_j as beta rises: both states live where the LM
+    head reads (the paper leaves Wc's start open). `beta` is 1 at inference; the trainer raises it
+    from 0 in the first steps. It is never saved.
 
     Source: ReTrace, arXiv 2608.29748, correction and gated residual fusion.
     """

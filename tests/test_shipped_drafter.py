@@ -9,18 +9,11 @@ import torch
 from retrace_hf import RetraceDrafter, record_acceptance
 from retrace_hf.data.prompts import read_eval_prompts, render_prompt
 from retrace_hf.evaluation import roll_out
-from retrace_hf.targets import load_target
 
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "model_cards" / "retrace-smollm2-135m"
 TIE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    target, tokenizer = load_target()
-    return target.eval(), tokenizer
 
 
 @pytest.fixture(scope="module")
