@@ -1,0 +1,137 @@
+"""Puts a trained drafter into a folder laid out as its Hub repository: float16 weights that load as float32, its
+results and a card whose every figure comes from them.
+
+    python examples/ship_drafter.py runs/smollm2/corrected model_cards/retrace-smollm2-135m
+    python examples/ship_drafter.py --results runs/smollm2/results.json model_cards/retrace-smollm2-135m
+
+The first line is run once, before the final measurement, so that what is measured is what is shipped.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from retrace_hf import RetraceDrafter
+
+
+CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+library_name: transformers
+tags:
+- speculative-decoding
+- retrace
+- dflash
+---
+# ReTrace drafter for SmolLM2-135M-Instruct
+
+A block drafter (DFlash, arXiv 2602.06036) conditioned on its rejected suffix (ReTrace, arXiv 2608.29748):
+{layers} layers, block of {block}, {parameters} million parameters. It needs `pip install retrace_hf`.
+
+```python
+import retrace_hf
+
+drafter = retrace_hf.RetraceDrafter.from_pretrained("model_cards/retrace-smollm2-135m")
+target.generate(**inputs, assistant_model=drafter)
+```
+
+Trained from SmolLM2's own greedy answers ({data}) by `examples/smollm2.sh`; the logs are in `training/`. The weights
+are stored in float16 and load as float32.
+
+## Results
+
+{protocol}
+
+{table}
+
+`sft` is the control: the same further training from `stage1`, without the signal. `signal_off` is transformers' own
+DFlash generator on this drafter's weights. All figures, with the acceptance at each slot, are in `results.json`.
+{notes}"""
+
+
+def ship_weights(run: Path, folder: Path):
+    drafter = RetraceDrafter.from_pretrained(run, dtype=torch.float32)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        drafter.half().save_pretrained(temporary)
+        config = json.loads(Path(temporary, "config.json").read_text())
+        config["dtype"] = "float32"
+        Path(temporary, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        folder.mkdir(exist_ok=True)
+        for file in ("model.safetensors", "config.json"):
+            os.replace(Path(temporary, file), folder / file)
+
+
+def ship_results(results_file: Path, folder: Path):
+    shutil.copyfile(results_file, folder / "results.json.part")
+    os.replace(folder / "results.json.part", folder / "results.json")
+    card = render_card(json.loads(results_file.read_text()), RetraceDrafter.from_pretrained(folder))
+    (folder / "README.md.part").write_text(card, encoding="utf-8")
+    os.replace(folder / "README.md.part", folder / "README.md")
+
+
+def render_card(results: dict, drafter: RetraceDrafter) -> str:
+    source = results["provenance"]
+    count = next(iter(results["variants"].values()))["all"]["prompts"]
+    return CARD.format(
+        layers=drafter.config.num_hidden_layers,
+        block=drafter.config.block_size,
+        parameters=round(sum(p.numel() for p in drafter.parameters()) / 1e6, 1),
+        data="examples/data/responses_0.jsonl.gz",
+        protocol=(
+            f"Greedy, float32, batch 1, {source['max_new_tokens']} new tokens, first turns of {count} prompts (MT-Bench, "
+            "HumanEval, GSM8K). tau counts the target's token, pooled over rounds; in brackets the 95 % interval over "
+            f"prompts. Made by `{source['command']}`."
+        ),
+        table=results_table(results),
+        notes=cost_note(results),
+    )
+
+
+def results_table(results: dict) -> str:
+    kinds = ["mt-bench", "humaneval", "gsm8k", "all"]
+    ratios = next((v for k, v in results.items() if k.startswith("acceptance_length_over_")), {})
+    lines = ["| variant | " + " | ".join(f"tau {k}" for k in kinds) + " | tau over sft | x plain (median) |"]
+    lines.append("|---" * (len(kinds) + 3) + "|")
+    for name, variant in results["variants"].items():
+        low, high = variant["all"]["acceptance_length_interval"]
+        cells = [f"{variant[k]['acceptance_length']:.3f}" for k in kinds]
+        cells[-1] += f" [{low:.3f}, {high:.3f}]"
+        ratio = ratios.get(name, {}).get("all")
+        interval = "" if ratio is None else " [{:.3f}, {:.3f}]".format(*ratio["interval"])
+        cells.append("" if ratio is None else f"{ratio['ratio']:.3f}{interval}")
+        speed = variant["all"].get("speedup_median")
+        cells.append("" if speed is None else f"{speed:.2f}")
+        note = f" ({variant['all']['prompts']} prompts)" if "speedup_median" in variant["all"] else ""
+        lines.append(f"| {name}{note} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cost_note(results: dict) -> str:
+    cost = results.get("conditioning_cost")
+    if cost is None:
+        return ""
+    return (
+        f"\nThe conditioning costs {cost['conditioning_ms']:.2f} ms of a round of {cost['round_ms']:.1f} ms "
+        f"({100 * cost['share']:.2f} %).\n"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", type=Path, help="folder of the trained drafter")
+    parser.add_argument("folder", type=Path, help="folder to ship it in")
+    parser.add_argument("--results", type=Path, help="results.json to ship, with the card made from it")
+    args = parser.parse_args()
+    if args.run is not None:
+        ship_weights(args.run, args.folder)
+    if args.results is not None:
+        ship_results(args.results, args.folder)
+
+
+if __name__ == "__main__":
+    main()
