@@ -83,9 +83,9 @@ def render_card(results: dict, drafter: RetraceDrafter) -> str:
         parameters=round(sum(p.numel() for p in drafter.parameters()) / 1e6, 1),
         data="examples/data/responses_0.jsonl.gz",
         protocol=(
-            f"Greedy, float32, batch 1, {source['max_new_tokens']} new tokens, first turns of {count} prompts (MT-Bench, "
-            "HumanEval, GSM8K). tau counts the target's token, pooled over rounds; in brackets the 95 % interval over "
-            f"prompts. Made by `{source['command']}`."
+            f"Greedy, float32, batch 1, {source['max_new_tokens']} new tokens, first turns of {count} prompts "
+            "(MT-Bench, HumanEval, GSM8K). tau counts the target's token, pooled over rounds; in brackets "
+            f"the 95 % interval over prompts. Made by `{source['command']}`."
         ),
         table=results_table(results),
         notes=cost_note(results),

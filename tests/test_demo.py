@@ -165,12 +165,10 @@ def test_command_reports_what_a_user_can_mend(monkeypatch, capsys):
 
 
 def test_command_with_the_shipped_drafter(monkeypatch, capsys, smollm2):
-    """The demo as it ships, shortened; on a saved drafter of the same kind where none is shipped yet."""
+    """The demo as it ships, shortened."""
     monkeypatch.setattr(demo_module, "load_target", lambda name, dtype: smollm2)
     monkeypatch.setattr(sys, "argv", ["retrace-hf", "demo", "--max-new-tokens", "16"])
     threads = torch.get_num_threads()
-    if not (ROOT / demo_module.DRAFTER / "config.json").is_file():
-        pytest.skip("no drafter is shipped yet")
     with pytest.raises(SystemExit) as exit:
         cli.main()
     out = capsys.readouterr().out
