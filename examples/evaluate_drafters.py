@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def parse_args():
     parser.add_argument("--arm", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--baseline", default="sft", help="arm that the others' tau is divided by")
     parser.add_argument("--generate", metavar="NAME", help="arm to run through generate() as well")
+    parser.add_argument("--generate-limit", type=int, help="prompts of each kind at most to run through generate()")
     parser.add_argument("--answers", default="runs/eval/answers.jsonl", help="where plain's answers are kept")
     parser.add_argument("--output", default="runs/eval/results.json")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -48,15 +50,24 @@ def parse_args():
 
 
 def read_rows(args, tokenizer) -> list[dict]:
-    """First turns of the evaluation prompts, rendered; `limit` of each kind."""
-    rows, taken = [], {}
-    for prompt in read_eval_prompts(args.prompts):
-        kind = prompt["source"]
-        taken[kind] = taken.get(kind, 0) + 1
-        if args.limit is None or taken[kind] <= args.limit:
-            ids = render_prompt(tokenizer, [{"role": "user", "content": prompt["turns"][0]}])
-            rows.append({"id": prompt["id"], "kind": kind, "prompt_ids": ids})
-    return rows
+    """First turns of the evaluation prompts, rendered."""
+    return [
+        {
+            "id": prompt["id"],
+            "kind": prompt["source"],
+            "prompt_ids": render_prompt(tokenizer, [{"role": "user", "content": prompt["turns"][0]}]),
+        }
+        for prompt in read_eval_prompts(args.prompts)
+    ]
+
+
+def first_of_each_kind(rows: list[dict], limit: int | None) -> list[dict]:
+    taken, chosen = Counter(), []
+    for row in rows:
+        taken[row["kind"]] += 1
+        if limit is None or taken[row["kind"]] <= limit:
+            chosen.append(row)
+    return chosen
 
 
 def append_line(path: Path, row: dict):
@@ -241,7 +252,7 @@ def main():
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load_target(args.target)
     target.eval()
-    rows = read_rows(args, tokenizer)
+    rows = first_of_each_kind(read_rows(args, tokenizer), args.limit)
     kinds = [row["kind"] for row in rows]
     answers = plain_answers(args, target, rows)
 
@@ -260,8 +271,10 @@ def main():
                     [played[name][i] for i in chosen], [played[args.baseline][i] for i in chosen]
                 )
     if args.generate is not None:
-        generated = generate_all(args, target, args.generate, arms[args.generate], rows)
-        for variant, summary in summarize_generated(generated, kinds, args.generate).items():
+        chosen = first_of_each_kind(rows, args.generate_limit)
+        generated = generate_all(args, target, args.generate, arms[args.generate], chosen)
+        generated_kinds = [row["kind"] for row in chosen]
+        for variant, summary in summarize_generated(generated, generated_kinds, args.generate).items():
             variants[f"{variant}_generate" if variant == args.generate else variant] = summary
 
     results = {"variants": variants}

@@ -56,12 +56,12 @@ DFlash generator on this drafter's weights. All figures, with the acceptance at 
 
 def ship_weights(run: Path, folder: Path):
     drafter = RetraceDrafter.from_pretrained(run, dtype=torch.float32)
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         drafter.half().save_pretrained(temporary)
         config = json.loads(Path(temporary, "config.json").read_text())
         config["dtype"] = "float32"
         Path(temporary, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        folder.mkdir(exist_ok=True)
         for file in ("model.safetensors", "config.json"):
             os.replace(Path(temporary, file), folder / file)
 
