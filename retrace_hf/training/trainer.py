@@ -72,8 +72,11 @@ class RetraceTrainer(Trainer):
         """As upstream, and draws each sequence's anchors from (seed, step, place in the global batch)."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
+        per_process = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        start = (self.state.global_step * self.args.world_size + self.args.process_index) * per_process
         for i, batch in enumerate(batches):
-            blocks = self._draw_anchors(batch["loss_mask"], first=i * self.args.per_device_train_batch_size)
+            first = start + i * self.args.per_device_train_batch_size
+            blocks = self._draw_anchors(batch["loss_mask"], first)
             batch["anchors"], batch["anchors_valid"] = blocks
             total += self._count_items(batch, blocks).to(device)
         if self.args.world_size > 1:
@@ -81,10 +84,7 @@ class RetraceTrainer(Trainer):
         return batches, total
 
     def _draw_anchors(self, loss_mask: torch.Tensor, first: int) -> Blocks:
-        per_process = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        start = self.state.global_step * per_process * self.args.world_size + first
-        start += self.args.process_index * per_process
-        seeds = [(self.args.seed << 40) + start + i for i in range(loss_mask.shape[0])]
+        seeds = [(self.args.seed << 40) + first + i for i in range(loss_mask.shape[0])]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         return sample_anchors(loss_mask, self.args.num_anchors, generators)
 
@@ -122,6 +122,7 @@ class RetraceTrainer(Trainer):
     def _blocks_of(self, inputs: dict) -> Blocks:
         if "anchors" in inputs:
             return Blocks(inputs["anchors"], inputs["anchors_valid"])
+        # Evaluation draws the same anchors every time.
         return self._draw_anchors(inputs["loss_mask"], first=0)
 
     def _roll_out(self, model, inputs: dict, blocks: Blocks) -> list[torch.Tensor]:
