@@ -167,7 +167,7 @@ def test_command_reports_what_a_user_can_mend(monkeypatch, capsys):
 def test_command_with_the_shipped_drafter(monkeypatch, capsys, smollm2):
     """The demo as it ships, shortened."""
     monkeypatch.setattr(demo_module, "load_target", lambda name, dtype: smollm2)
-    monkeypatch.setattr(sys, "argv", ["retrace-hf", "demo", "--max-new-tokens", "16"])
+    monkeypatch.setattr(sys, "argv", ["retrace-hf", "demo", "--max-new-tokens", "8"])
     threads = torch.get_num_threads()
     with pytest.raises(SystemExit) as exit:
         cli.main()
