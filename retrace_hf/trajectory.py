@@ -126,7 +126,8 @@ class TrajectoryFusion(nn.Module):
         rejected = trajectory.draft.to(embeds.dtype).masked_fill(~valid, 0.0)
         if corrected:
             target = trajectory.target.to(embeds.dtype).masked_fill(~valid, 0.0)
-            rejected = rejected + self.beta * self.correction(torch.cat([rejected, target], dim=-1))
+            beta = self.beta if self.training else 1.0
+            rejected = rejected + beta * self.correction(torch.cat([rejected, target], dim=-1))
         admitted = self.value(rejected) * torch.sigmoid(self.gate(torch.cat([embeds, rejected], dim=-1)))
         return torch.where(valid, embeds + admitted, embeds)
 

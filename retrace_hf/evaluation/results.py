@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import __version__
 from ..generation import AcceptanceStats
 
 
@@ -92,7 +93,7 @@ def provenance(data_files: Sequence[str | os.PathLike], **extra) -> dict:
     return {
         "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
         "revision": _git_revision(),
-        "versions": {name: version(name) for name in ("retrace_hf", "torch", "transformers")},
+        "versions": {"retrace_hf": __version__, **{name: version(name) for name in ("torch", "transformers")}},
         "python": platform.python_version(),
         "hardware": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
         "data": {os.path.basename(file): file_hash(file) for file in data_files},

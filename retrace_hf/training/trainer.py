@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
@@ -62,9 +63,9 @@ class RetraceTrainer(Trainer):
         # The loss comes out normalised over the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
-        self._seen = self._seen_tokens() if args.loss_on_seen_tokens else None
         if self.target.device != self.args.device and not hasattr(self.target, "hf_device_map"):
             self.target.to(self.args.device)
+        self._seen = self._seen_tokens() if args.loss_on_seen_tokens else None
 
     # -- anchors: drawn before the step, so that the loss can be normalised over the accumulated batch ---------------
 
@@ -84,7 +85,11 @@ class RetraceTrainer(Trainer):
         return batches, total
 
     def _draw_anchors(self, loss_mask: torch.Tensor, first: int) -> Blocks:
-        seeds = [(self.args.seed << 40) + first + i for i in range(loss_mask.shape[0])]
+        # Mixed, because a torch CPU generator takes 32 bits of its seed.
+        seeds = [
+            int(np.random.SeedSequence([self.args.seed, first + i]).generate_state(1)[0])
+            for i in range(loss_mask.shape[0])
+        ]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         return sample_anchors(loss_mask, self.args.num_anchors, generators)
 
