@@ -88,7 +88,7 @@ def render_card(results: dict, drafter: RetraceDrafter) -> str:
             f"the 95 % interval over prompts. Made by `{source['command']}`."
         ),
         table=results_table(results),
-        notes=cost_note(results),
+        notes=cost_note(results) + "".join(f"\n- {caveat}" for caveat in results.get("caveats", [])) + "\n",
     )
 
 
