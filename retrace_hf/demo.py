@@ -180,11 +180,7 @@ def answer(target, inputs: dict, max_new_tokens: int, drafter=None, streamer=Non
 
 def pool(runs: list[Run]) -> Run:
     """Several runs as one: seconds added, rounds put together."""
-    stats = AcceptanceStats(
-        accepted_per_round=[n for run in runs for n in run.stats.accepted_per_round],
-        proposed_per_round=[n for run in runs for n in run.stats.proposed_per_round],
-        calls=sum(run.stats.calls for run in runs),
-    )
+    stats = AcceptanceStats.pooled(run.stats for run in runs)
     return Run(sum(run.seconds for run in runs), [ids for run in runs for ids in run.ids], stats)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -128,6 +128,16 @@ class AcceptanceStats:
     accepted_per_round: list[int] = field(default_factory=list)
     proposed_per_round: list[int] = field(default_factory=list)
     calls: int = 0
+
+    @classmethod
+    def pooled(cls, stats: Iterable["AcceptanceStats"]) -> "AcceptanceStats":
+        """Several put together; means over the result are means over rounds."""
+        total = cls()
+        for one in stats:
+            total.calls += one.calls
+            total.accepted_per_round += one.accepted_per_round
+            total.proposed_per_round += one.proposed_per_round
+        return total
 
     def add_call(self) -> None:
         self.calls += 1

@@ -17,16 +17,6 @@ from .. import __version__
 from ..generation import AcceptanceStats
 
 
-def pool(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
-    """Calls put together; means over the result are means over rounds."""
-    total = AcceptanceStats()
-    for one in stats:
-        total.calls += one.calls
-        total.accepted_per_round += one.accepted_per_round
-        total.proposed_per_round += one.proposed_per_round
-    return total
-
-
 def summarize(
     stats: Sequence[AcceptanceStats], kinds: Sequence[str], seconds: Sequence[float] | None = None
 ) -> dict[str, dict]:
@@ -44,7 +34,7 @@ def summarize(
     summary = {}
     for kind in [*sorted(set(kinds)), "all"]:
         rows = [i for i, k in enumerate(kinds) if kind in (k, "all")]
-        total = pool([stats[i] for i in rows])
+        total = AcceptanceStats.pooled(stats[i] for i in rows)
         summary[kind] = {
             "acceptance_length": total.acceptance_length,
             "acceptance_length_interval": bootstrap_interval([stats[i] for i in rows]),
