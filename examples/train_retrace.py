@@ -15,11 +15,12 @@ on with the same command.
 """
 
 import json
-import os
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import torch
 from transformers import HfArgumentParser, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
 from retrace_hf.data.features import TargetFeatures
@@ -33,12 +34,17 @@ class ScriptArguments:
     target: str = field(
         default="HuggingFaceTB/SmolLM2-135M-Instruct", metadata={"help": "Hub id or folder of the target."}
     )
+    target_dtype: str = field(
+        default="float32", metadata={"help": "dtype of the target's weights; features are read in it."}
+    )
     init_from: str | None = field(
         default=None, metadata={"help": "A DFlash drafter to start from; a new one by default."}
     )
     conditioning: str = field(default="corrected", metadata={"help": "none, overwrite, gated or corrected."})
     num_draft_layers: int = field(default=3, metadata={"help": "Layers of a new drafter."})
-    block_size: int = field(default=8, metadata={"help": "Slots of a block, of a new drafter."})
+    block_size: int | None = field(
+        default=None, metadata={"help": "Slots of a block; 8 for a new drafter, --init_from's own for another."}
+    )
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers, of a new drafter."})
     mask_token: str = field(default="<empty_output>", metadata={"help": "Token for slots, of a new drafter."})
     init_from_target: bool = field(default=True, metadata={"help": "Start a new drafter from the target's layers."})
@@ -51,30 +57,56 @@ class ScriptArguments:
 
 def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
     if script.init_from is not None:
-        return RetraceDrafter.from_dflash(script.init_from, conditioning=script.conditioning)
+        drafter = RetraceDrafter.from_dflash(script.init_from, conditioning=script.conditioning)
+        if script.block_size is not None:
+            drafter.config.block_size = script.block_size
+        return drafter
+    if script.mask_token not in tokenizer.get_vocab():
+        raise ValueError(f"--mask_token {script.mask_token!r} is no token of {script.target}; name an unused one of it.")
     return RetraceDrafter.from_target(
         target,
         mask_token_id=tokenizer.convert_tokens_to_ids(script.mask_token),
         num_hidden_layers=script.num_draft_layers,
-        block_size=script.block_size,
+        block_size=script.block_size or 8,
         target_layer_ids=script.target_layer_ids,
         init_from_target=script.init_from_target,
         conditioning=script.conditioning,
     )
 
 
+def last_whole_checkpoint(folder: str, conditioning: str) -> str | None:
+    """The newest checkpoint to go on from. One that a kill cut short is passed over: its state is written last."""
+    numbered = {int(m[1]): p for p in Path(folder).glob("checkpoint-*") if (m := re.search(r"-(\d+)$", p.name))}
+    for _, path in sorted(numbered.items(), reverse=True):
+        try:
+            json.loads((path / "trainer_state.json").read_text())
+            config = json.loads((path / "config.json").read_text())
+        except (OSError, ValueError):
+            continue
+        if config["conditioning"] != conditioning:
+            raise ValueError(
+                f"{path} was trained with --conditioning {config['conditioning']}, not {conditioning}; give another "
+                "--output_dir."
+            )
+        return str(path)
+    return None
+
+
 def main():
     parser = HfArgumentParser((ScriptArguments, RetraceTrainingArguments))
     script, args = parser.parse_args_into_dataclasses()
+    checkpoint = last_whole_checkpoint(args.output_dir, script.conditioning)
     set_seed(args.seed)
-    target, tokenizer = load_target(script.target)
+    target, tokenizer = load_target(script.target, dtype=getattr(torch, script.target_dtype), device=args.device)
     dataset = tokenize_responses(script.responses, tokenizer, max_length=script.max_length, limit=script.limit)
     dataset = dataset.add_column("row", list(range(len(dataset))))
     drafter = make_drafter(script, target, tokenizer)
 
     features = None
     if script.features_dir is not None:
-        features = TargetFeatures.build_or_open(target, dataset, drafter.config.target_layer_ids, script.features_dir)
+        features = TargetFeatures.build_or_open(
+            target, dataset, drafter.config.target_layer_ids, script.features_dir, with_last=args.soft_share > 0
+        )
     trainer = RetraceTrainer(
         model=drafter,
         target=target,
@@ -83,8 +115,7 @@ def main():
         data_collator=RetraceDataCollator(pad_token_id=tokenizer.pad_token_id or 0, features=features),
         processing_class=tokenizer,
     )
-    last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
-    result = trainer.train(resume_from_checkpoint=last)
+    result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
     print(json.dumps(result.metrics))

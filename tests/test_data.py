@@ -173,7 +173,7 @@ def test_regeneration_resumes_and_keeps_settings_apart(tmp_path, reader, tokeniz
     regenerate(reader, tokenizer, PROMPTS, tmp_path, **kwargs)
     assert first.stat().st_mtime_ns == touched
     assert list(read_responses(shards[1])) == content  # the same seed, the same shard
-    with pytest.raises(ValueError, match="other prompts or with other settings"):
+    with pytest.raises(ValueError, match="something else or with other settings"):
         regenerate(reader, tokenizer, PROMPTS[:4], tmp_path, **kwargs)
 
 
@@ -341,8 +341,8 @@ def test_features_are_rebuilt_when_anything_they_depend_on_changes(tmp_path, tar
     TargetFeatures.build(target, dataset, TAPS, tmp_path, progress=False)
     assert len(TargetFeatures.open(tmp_path, key)) == len(dataset)
     built = []
-    real = features_module._context_states
-    monkeypatch.setattr(features_module, "_context_states", lambda *args: built.append(1) or real(*args))
+    real = features_module._run_target
+    monkeypatch.setattr(features_module, "_run_target", lambda *args: built.append(1) or real(*args))
     TargetFeatures.build_or_open(target, dataset, TAPS, tmp_path, progress=False)
     assert not built
 
@@ -379,7 +379,7 @@ def test_damaged_features_are_found_and_rebuilt(tmp_path, target, dataset):
 
 def test_interrupted_build_goes_on_where_it_stopped(tmp_path, target, dataset, monkeypatch):
     expected = TargetFeatures.build(target, dataset, TAPS, tmp_path / "whole", batch_size=2, progress=False)
-    real, calls = features_module._context_states, []
+    real, calls = features_module._run_target, []
 
     def interrupted(*args):
         calls.append(1)
@@ -388,7 +388,7 @@ def test_interrupted_build_goes_on_where_it_stopped(tmp_path, target, dataset, m
         return real(*args)
 
     monkeypatch.setattr(features_module, "SECONDS_BETWEEN_NOTES", -1)
-    monkeypatch.setattr(features_module, "_context_states", interrupted)
+    monkeypatch.setattr(features_module, "_run_target", interrupted)
     with pytest.raises(KeyboardInterrupt):
         TargetFeatures.build(target, dataset, TAPS, tmp_path / "f", batch_size=2, progress=False)
     with pytest.raises(FileNotFoundError):

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from retrace_hf.training.losses import chunked_cross_entropy, decay_weights, default_gamma, dpace_weights
+from retrace_hf.training.losses import chunked_loss, decay_weights, default_gamma, dpace_weights
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 20, 64])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_chunked_equals_whole(chunk_size, softcap):
+@pytest.mark.parametrize("soft_share", [0.0, 0.4, 1.0])
+def test_chunked_equals_whole(chunk_size, softcap, soft_share):
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 50, bias=True).requires_grad_(False)
     labels, weights = torch.randint(0, 50, (20,)), torch.rand(20)
@@ -22,15 +23,20 @@ def test_chunked_equals_whole(chunk_size, softcap):
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     states = torch.randn(20, 16, requires_grad=True)
-    losses, predictions = chunked_cross_entropy(states, labels, logits_fn, chunk_size)
+    teacher = torch.randn(20, 16)
+    losses, cross_entropy, predictions = chunked_loss(states, labels, logits_fn, chunk_size, teacher, soft_share)
     (losses * weights).sum().backward()
 
     whole = states.detach().clone().requires_grad_()
     logits = logits_fn(whole)
-    expected = F.cross_entropy(logits, labels, reduction="none")
+    hard = F.cross_entropy(logits, labels, reduction="none")
+    soft = F.kl_div(logits.log_softmax(-1), logits_fn(teacher).softmax(-1), reduction="none").sum(-1)
+    expected = (1 - soft_share) * hard + soft_share * soft
     (expected * weights).sum().backward()
     assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     assert_close(states.grad, whole.grad, rtol=1e-5, atol=1e-6)
+    assert_close(cross_entropy, hard, rtol=1e-6, atol=1e-6)
+    assert not cross_entropy.requires_grad
     assert torch.equal(predictions, logits.argmax(-1))
     assert head.weight.grad is None
 
@@ -38,10 +44,10 @@ def test_chunked_equals_whole(chunk_size, softcap):
 def test_chunked_without_gradient_and_without_rows():
     head = torch.nn.Linear(4, 9)
     with torch.no_grad():
-        losses, predictions = chunked_cross_entropy(torch.randn(5, 4), torch.zeros(5, dtype=torch.long), head, 2)
+        losses, _, predictions = chunked_loss(torch.randn(5, 4), torch.zeros(5, dtype=torch.long), head, 2)
     assert losses.shape == predictions.shape == (5,) and not losses.requires_grad
     empty = torch.randn(0, 4, requires_grad=True)
-    losses, predictions = chunked_cross_entropy(empty, torch.zeros(0, dtype=torch.long), head, 2)
+    losses, _, predictions = chunked_loss(empty, torch.zeros(0, dtype=torch.long), head, 2)
     losses.sum().backward()
     assert losses.shape == predictions.shape == (0,)
 

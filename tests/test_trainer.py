@@ -1,5 +1,7 @@
 """RetraceTrainer on tiny models: what moves, what stays, what it counts, and that what it learns is what drafts."""
 
+import math
+
 import pytest
 import torch
 from datasets import Dataset
@@ -114,6 +116,88 @@ def test_loss_on_seen_tokens(target, tmp_path):
         arguments(tmp_path, loss_on_seen_tokens=True)
 
 
+def test_soft_targets_against_a_loop(target, tmp_path):
+    """One round, D-PACE weights and KL to the target's own law at each slot, by hand; online and from features."""
+    drafter, rows = randomize(tiny_drafter(target)), rows_of(target, count=2)
+    options = {"num_carried_rounds": 0, "loss_type": "dpace", "soft_share": 0.3}
+    trainer = make_trainer(drafter, target, tmp_path, rows, **options)
+    batch = RetraceDataCollator()(rows)
+    loss = trainer.compute_loss(drafter, dict(batch)).item()
+    blocks = trainer._draw_anchors(batch["loss_mask"], first=0)
+    clean = rollout.read_clean_text(target, batch["input_ids"], drafter.config.target_layer_ids, with_cache=False)
+    states = rollout.draft_blocks(drafter, target.get_input_embeddings(), batch["input_ids"], clean.features, blocks)
+    total = 0.0
+    with torch.no_grad():
+        law = target(batch["input_ids"]).logits.log_softmax(-1)
+        drafted = target.lm_head(states).log_softmax(-1)
+        for b in range(2):
+            for n, anchor in enumerate(blocks.anchors[b].tolist()):
+                count = min(BLOCK_SIZE - 1, batch["input_ids"].shape[1] - 1 - anchor)
+                ce = [-float(drafted[b, n, k, batch["input_ids"][b, anchor + k]]) for k in range(1, count + 1)]
+                for k in range(1, count + 1):
+                    p, q = law[b, anchor + k - 1], drafted[b, n, k]
+                    divergence = float((p.exp() * (p - q)).sum())
+                    confidence = [0.5 * math.exp(-c) + 0.5 for c in ce]
+                    weight = sum(math.prod(confidence[:j]) for j in range(k, count + 1))
+                    total += weight * (0.7 * ce[k - 1] + 0.3 * divergence)
+    assert_close(loss, total / int(blocks.valid.sum()), rtol=1e-4, atol=1e-5)
+
+    kept = torch.cat([clean.features, clean.last], dim=-1).numpy()
+    features = FeatureRows([kept[i, : len(row["input_ids"])] for i, row in enumerate(rows)], last_size=32)
+    batch = RetraceDataCollator(features=features)(rows)
+    assert_close(trainer.compute_loss(drafter, batch).item(), loss, rtol=1e-5, atol=1e-6)
+
+
+class FeatureRows(list):
+    """Features in memory, the last `last_size` columns the target's last hidden state."""
+
+    def __init__(self, rows, last_size):
+        super().__init__(rows)
+        self.last_size = last_size
+
+
+@pytest.mark.parametrize("device_dtype", [torch.float32, torch.bfloat16])
+def test_mixed_precision_leaves_the_target_as_generate_runs_it(tmp_path, monkeypatch, device_dtype):
+    """Under bf16=True every pass of the target gives what it gives outside of training, bit for bit."""
+    target = tiny_target("qwen3").to(device_dtype)
+    drafter, rows, seen = randomize(tiny_drafter(target)), rows_of(tiny_target("qwen3"), count=2), []
+    for name in ("read_clean_text", "verify_blocks"):
+        real = getattr(trainer_module, name)
+
+        def spy(*args, real=real):
+            out = real(*args)
+            with torch.autocast("cpu", enabled=False):
+                again = real(*args)
+            first, second = (o if isinstance(o, torch.Tensor) else o.features for o in (out, again))
+            seen.append((first.dtype, torch.equal(first, second)))
+            return out
+
+        monkeypatch.setattr(trainer_module, name, spy)
+    trainer = make_trainer(drafter, target, tmp_path, rows, bf16=True, num_carried_rounds=2, max_steps=2)
+    assert torch.isfinite(torch.tensor(trainer.train().training_loss))
+    assert len(seen) == 2 * 3 and set(seen) == {(device_dtype, True)}
+    assert all(p.dtype == torch.float32 for p in drafter.parameters())
+
+
+def test_muon_moves_matrices_and_resumes(target, tmp_path):
+    rows = rows_of(target)
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "muon": True, "weight_decay": 0.1}
+    options |= {"trajectory_learning_rate": 1e-3}
+    whole, resumed = tiny_drafter(target), tiny_drafter(target)
+    before = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    trainer = make_trainer(whole, target, tmp_path / "a", rows, **options)
+    trainer.train()
+    assert [name for name, p in whole.named_parameters() if torch.equal(p, before[name])] == []
+    groups = trainer.optimizer.param_groups
+    assert {p.ndim for g in groups if g["muon"] for p in g["params"]} == {2}
+    assert {(p.ndim, g["weight_decay"]) for g in groups if not g["muon"] for p in g["params"]} == {(1, 0.0)}
+    make_trainer(resumed, target, tmp_path / "b", rows, **options).train(
+        resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3")
+    )
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
 def test_accumulation_changes_nothing(target, tmp_path):
     """Two batches of two or one of four: the same anchors, the same update."""
     rows, states = rows_of(target), []
@@ -212,7 +296,7 @@ def test_trajectory_may_have_its_own_learning_rate(target, tmp_path):
         assert rates[id(p)] == (0.01 if name.startswith("trajectory.") else 6e-4), name
 
 
-@pytest.mark.parametrize("field, value", [("loss_type", "mse"), ("num_anchors", 0), ("num_carried_rounds", -1)])
+@pytest.mark.parametrize("field, value", [("loss_type", "mse"), ("num_anchors", 0), ("num_carried_rounds", -1), ("soft_share", 1.5)])
 def test_arguments_that_cannot_be(tmp_path, field, value):
     with pytest.raises(ValueError, match=field):
         arguments(tmp_path, **{field: value})

@@ -17,14 +17,15 @@ class RetraceDataCollator:
             Token written into padded positions. `attention_mask` and `loss_mask` are 0 there, so any id of the
             vocabulary will do.
         features (`TargetFeatures`, *optional*):
-            Anything whose `features[row]` is the `np.float16` array `[length, F*D]` of dataset row `row`. With it
+            Anything whose `features[row]` is the `np.float16` array `[length, F*D]` of dataset row `row` (its
+            `last_size`, if it has one, says how many of the columns are the last hidden state). With it
             the batch carries `context_hidden_states`, and every row needs the column `"row"`, its index in the
             dataset the features were built from.
 
     Returns:
         `dict[str, torch.Tensor]`: `input_ids` `[b, S]` int64, `attention_mask` `[b, S]` int64, `loss_mask` `[b, S]`
         bool; `row` `[b]` int64 if the rows have it; `context_hidden_states` `[b, S, F*D]` float32, zero at padding,
-        if `features` is given.
+        if `features` is given, and `target_last_states` `[b, S, D]` if they hold them.
 
     Raises:
         `ValueError`: an empty batch, a mask of another length than its tokens, `features` without the column
@@ -59,7 +60,12 @@ class RetraceDataCollator:
         if all("row" in row for row in rows):
             batch["row"] = torch.tensor([int(row["row"]) for row in rows], dtype=torch.int64)
         if self.features is not None:
-            batch["context_hidden_states"] = self._gather_features(batch, lengths)
+            features = self._gather_features(batch, lengths)
+            last_size = getattr(self.features, "last_size", 0)
+            if last_size:
+                batch["target_last_states"] = features[..., -last_size:]
+                features = features[..., :-last_size]
+            batch["context_hidden_states"] = features
         return batch
 
     def _gather_features(self, batch: dict[str, torch.Tensor], lengths: list[int]) -> torch.Tensor:

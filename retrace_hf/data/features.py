@@ -51,7 +51,7 @@ def target_fingerprint(target) -> str:
     return digest.hexdigest()
 
 
-def features_key(target, dataset, target_layer_ids: Sequence[int]) -> str:
+def features_key(target, dataset, target_layer_ids: Sequence[int], with_last: bool = False) -> str:
     """
     Hex digest of everything the features depend on.
 
@@ -59,8 +59,11 @@ def features_key(target, dataset, target_layer_ids: Sequence[int]) -> str:
         target (`PreTrainedModel`): the frozen target.
         dataset (`datasets.Dataset`): rows with `input_ids`.
         target_layer_ids (sequence of `int`): 0-based ids of the tapped layers, in the order they are concatenated.
+        with_last (`bool`, *optional*, defaults to `False`): whether the last hidden state is kept beside them.
     """
     digest = hashlib.sha256(f"v{FORMAT_VERSION} {list(target_layer_ids)} {target_fingerprint(target)}".encode())
+    if with_last:
+        digest.update(b"last")
     for ids in dataset["input_ids"]:
         digest.update(len(ids).to_bytes(8, "little"))
         digest.update(np.asarray(ids, dtype=np.int64).tobytes())
@@ -71,7 +74,8 @@ class TargetFeatures:
     """
     Features of a frozen target over a dataset, in a folder: `features.bin`, float16 `[total_tokens, F*D]`, row-major,
     the dataset's rows in order; `index.json`, what it is and where each row starts. `features[row]` is the
-    memory-mapped `np.float16` array `[length, F*D]` of a row.
+    memory-mapped `np.float16` array `[length, F*D]` of a row. Where they were built `with_last`, each token's last
+    hidden state (after the final norm) stands behind its taps, `[length, (F+1)*D]`: the source of soft targets.
 
     Make one with [`TargetFeatures.build_or_open`].
     """
@@ -79,6 +83,7 @@ class TargetFeatures:
     def __init__(self, path: str | Path, index: dict):
         self.path = Path(path)
         self.index = index
+        self.last_size = index["hidden_size"] if index.get("with_last") else 0
         self.offsets = np.asarray(index["offsets"], dtype=np.int64)  # [rows + 1], in tokens
         self._map()
 
@@ -140,6 +145,7 @@ class TargetFeatures:
         path: str | Path,
         batch_size: int = 16,
         progress: bool = True,
+        with_last: bool = False,
     ) -> "TargetFeatures":
         """
         Runs the target over the dataset and keeps the tapped layers. An interrupted build goes on where it stopped
@@ -152,14 +158,15 @@ class TargetFeatures:
             path (`str` or `Path`): a folder; made if missing. Old features in it are replaced once the new are whole.
             batch_size (`int`, *optional*, defaults to 16): sequences a forward, of similar lengths.
             progress (`bool`, *optional*, defaults to `True`): show a bar with tokens per second.
+            with_last (`bool`, *optional*, defaults to `False`): keep the last hidden state too, for soft targets.
 
         Raises:
             `ValueError`: an empty dataset or row, taps out of range, or a value that float16 cannot hold.
             `OSError`: not enough room on the disk.
         """
-        key = features_key(target, dataset, target_layer_ids)
+        key = features_key(target, dataset, target_layer_ids, with_last)
         with _lock(path):
-            _Build(target, dataset, target_layer_ids, path, key, batch_size).run(progress)
+            _Build(target, dataset, target_layer_ids, path, key, batch_size, with_last).run(progress)
             return cls.open(path, key)
 
     @classmethod
@@ -171,17 +178,18 @@ class TargetFeatures:
         path: str | Path,
         batch_size: int = 16,
         progress: bool = True,
+        with_last: bool = False,
     ) -> "TargetFeatures":
         """
         Opens the features in `path` where they are whole and still right, else builds them. Arguments and errors are
         those of [`TargetFeatures.build`]. Several processes may call it at once: one builds, the others wait.
         """
-        key = features_key(target, dataset, target_layer_ids)
+        key = features_key(target, dataset, target_layer_ids, with_last)
         with _lock(path):
             try:
                 return cls.open(path, key)
             except (FileNotFoundError, ValueError):
-                _Build(target, dataset, target_layer_ids, path, key, batch_size).run(progress)
+                _Build(target, dataset, target_layer_ids, path, key, batch_size, with_last).run(progress)
                 return cls.open(path, key)
 
 
@@ -193,21 +201,22 @@ def _lock(path: str | Path) -> FileLock:
 class _Build:
     """One build: a partial file beside the finished one, a note of how much of it is written, and the renaming."""
 
-    def __init__(self, target, dataset, target_layer_ids, path, key: str, batch_size: int):
+    def __init__(self, target, dataset, target_layer_ids, path, key: str, batch_size: int, with_last: bool):
         self.target, self.path, self.batch_size = target, Path(path), batch_size
-        self.taps = list(target_layer_ids)
+        self.taps, self.with_last = list(target_layer_ids), with_last
         self.rows = [list(ids) for ids in dataset["input_ids"]]
         config = target.config.get_text_config()
         self.num_layers = config.num_hidden_layers
         _check_build(self.rows, self.taps, self.num_layers)
         self.lengths = [len(ids) for ids in self.rows]
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
-        self.shape = (int(self.offsets[-1]), len(self.taps) * config.hidden_size)
+        self.shape = (int(self.offsets[-1]), (len(self.taps) + with_last) * config.hidden_size)
         self.index = {
             "format": FORMAT_VERSION,
             "key": key,
             "target_layer_ids": self.taps,
             "hidden_size": config.hidden_size,
+            "with_last": with_last,
             "width": self.shape[1],
             "dtype": "float16",
             "offsets": self.offsets.tolist(),
@@ -250,7 +259,7 @@ class _Build:
         with bar:
             for start in range(done, len(self.order), self.batch_size):
                 batch = self.order[start : start + self.batch_size]
-                states = _context_states(self.target, [self.rows[row] for row in batch], self.taps, self.num_layers)
+                states = self._states([self.rows[row] for row in batch])
                 for row, state in zip(batch, states):
                     half = _to_float16(state[: self.lengths[row]], row)
                     array[self.offsets[row] : self.offsets[row + 1]] = half
@@ -259,6 +268,13 @@ class _Build:
                     array.flush()
                     self.note.write_text(str(start + len(batch)))
                     noted = time.monotonic()
+
+    def _states(self, rows: list[list[int]]) -> torch.Tensor:
+        outputs = _run_target(self.target, rows, captured_layers(self.taps, self.num_layers, with_last=False))
+        states = gather_context_states(outputs.hidden_states, self.taps)  # [b, S, F*D]
+        if not self.with_last:
+            return states
+        return torch.cat([states, outputs.last_hidden_state.to(states.device)], dim=-1)
 
     def _rows_done(self) -> int:
         """Rows of `order` that an interrupted build has written, 0 if there is nothing to go on with."""
@@ -292,7 +308,7 @@ def _check_room(path: Path, needed: int):
 
 
 @torch.no_grad()
-def _context_states(target, rows: list[list[int]], taps: list[int], num_layers: int) -> torch.Tensor:
+def _run_target(target, rows: list[list[int]], captured: list[int]):
     lengths = torch.tensor([len(ids) for ids in rows])
     # Padding stands on the right of a causal model: no real token sees it, whatever its id.
     input_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
@@ -300,13 +316,12 @@ def _context_states(target, rows: list[list[int]], taps: list[int], num_layers: 
         input_ids[i, : len(ids)] = torch.tensor(ids)
     attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
     device = target.get_input_embeddings().weight.device
-    outputs = target.get_decoder()(
+    return target.get_decoder()(
         input_ids=input_ids.to(device),
         attention_mask=attention_mask.to(device),
-        output_hidden_states=captured_layers(taps, num_layers, with_last=False),
+        output_hidden_states=captured,
         use_cache=False,
     )
-    return gather_context_states(outputs.hidden_states, taps)  # [b, S, F*D]
 
 
 def _to_float16(states: torch.Tensor, row: int) -> np.ndarray:

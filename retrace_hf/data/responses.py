@@ -4,6 +4,9 @@ The target's own responses: the file format, and making more of them.
 One JSON object a line: `{"id": str, "source": str, "messages": [..., {"role": "assistant", "content": str}],
 "response_ids": list[int], "finish": "stop" | "length"}`. `response_ids` are the tokens the target generated, without
 the end token. A drafter learns most from text its target would write itself.
+
+Text that has tokens only (chats of the target with itself, `self_chat.py`) is `{"id": str, "source": str, "input_ids":
+list[int], "answers": [[start, end], ...]}`: the target's greedy tokens stand from start to end, end excluded.
 """
 
 import hashlib
@@ -35,6 +38,8 @@ def check_response(row: dict, where: str):
     """
     require(row, "id", str, where, _CURE)
     require(row, "source", str, where, _CURE)
+    if "input_ids" in row:
+        return _check_token_row(row, where)
     messages = require(row, "messages", list, where, _CURE)
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
@@ -47,6 +52,20 @@ def check_response(row: dict, where: str):
         raise ValueError(f"{where}: column 'response_ids' must hold token ids, none negative. {_CURE}")
     if row.get("finish") not in ("stop", "length"):
         raise ValueError(f"{where}: column 'finish' must be 'stop' or 'length', got {row.get('finish')!r}. {_CURE}")
+
+
+def _check_token_row(row: dict, where: str):
+    cure = 'A row of tokens is {"id": text, "source": text, "input_ids": [id, ...], "answers": [[start, end], ...]}.'
+    ids, answers = require(row, "input_ids", list, where, cure), require(row, "answers", list, where, cure)
+    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ValueError(f"{where}: column 'input_ids' must hold token ids, none negative. {cure}")
+    last = 0
+    for span in answers:
+        if not isinstance(span, list) or len(span) != 2 or not all(isinstance(i, int) for i in span):
+            raise ValueError(f"{where}: column 'answers' must hold pairs [start, end]. {cure}")
+        if not last <= span[0] < span[1] <= len(ids):
+            raise ValueError(f"{where}: column 'answers' has {span}: out of order or beyond {len(ids)} tokens. {cure}")
+        last = span[1]
 
 
 def read_responses(path: str | Path, with_line_numbers: bool = False) -> Iterator[dict | tuple[int, dict]]:
@@ -148,7 +167,7 @@ def regenerate(
     settings = {**generate_kwargs, "shard_size": shard_size, "chat_template_kwargs": chat_template_kwargs or {}}
     settings |= {"seed": seed} if do_sample else {}
     path = Path(path)
-    _claim_folder(path, settings, prompts)
+    claim_folder(path, {**settings, "prompts_sha256": prompts_digest(prompts)})
 
     was_training = target.training
     target.eval()
@@ -187,17 +206,21 @@ def _check_sizes(prompts: Sequence[dict], tokenizer, **sizes: int):
         raise ValueError("The tokenizer has no eos token; set tokenizer.eos_token to the token that ends an answer.")
 
 
-def _claim_folder(path: Path, settings: dict, prompts: Sequence[dict]):
-    """Writes down what the shards of this folder are made from, or checks that it is the same."""
+def prompts_digest(prompts: Sequence[dict]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps([prompt["id"], prompt["source"], prompt["prompt"]]).encode())
-    wanted = json.dumps({**settings, "prompts_sha256": digest.hexdigest()}, sort_keys=True, indent=2)
+    return digest.hexdigest()
+
+
+def claim_folder(path: Path, settings: dict):
+    """Writes down what the shards of a folder are made from, or checks that it is the same."""
+    wanted = json.dumps(settings, sort_keys=True, indent=2)
     note = path / "settings.json"
     if note.is_file():
         if note.read_text(encoding="utf-8") != wanted:
             raise ValueError(
-                f"The shards in {path} were made from other prompts or with other settings ({note}). Give another "
+                f"The shards in {path} were made from something else or with other settings ({note}). Give another "
                 "folder, or delete this one."
             )
         return

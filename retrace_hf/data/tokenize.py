@@ -51,6 +51,8 @@ def tokenize_response(
         to the answer's text, which is then another model's.
     """
     check_response(row, where)
+    if "input_ids" in row:
+        return _token_row(row, len(tokenizer), max_length, where)
     if end_token_id is None:
         end_token_id = tokenizer.eos_token_id
     if end_token_id is None:
@@ -71,6 +73,16 @@ def tokenize_response(
         "source": row["source"],
         "id": row["id"],
     }
+
+
+def _token_row(row: dict, vocab_size: int, max_length: int | None, where: str) -> dict:
+    if max(row["input_ids"]) >= vocab_size:
+        raise ValueError(f"{where}, column 'input_ids': token {max(row['input_ids'])} is beyond the vocabulary.")
+    mask = [0] * len(row["input_ids"])
+    for start, end in row["answers"]:
+        mask[start:end] = [1] * (end - start)
+    ids = row["input_ids"][:max_length]
+    return {"input_ids": ids, "loss_mask": mask[:max_length], "source": row["source"], "id": row["id"]}
 
 
 def tokenize_responses(

@@ -31,6 +31,9 @@ class RetraceTrainingArguments(TrainingArguments):
             gamma of the decay, in slots; 7, 5, 4 for B = 16, 10, 8 by default.
         dpace_alpha (`float`, *optional*, defaults to 0.5):
             alpha of D-PACE.
+        soft_share (`float`, *optional*, defaults to 0):
+            Share s of soft targets in each slot's loss, (1 - s) CE(label) + s KL(target || drafter). The target's
+            last states come from the cached features (`with_last=True`) or from a pass over the text.
         loss_chunk_size (`int`, *optional*, defaults to 1024):
             Rows whose logits over the vocabulary exist at once.
         loss_on_seen_tokens (`bool`, *optional*, defaults to `False`):
@@ -42,6 +45,9 @@ class RetraceTrainingArguments(TrainingArguments):
 
         trajectory_learning_rate (`float`, *optional*):
             Learning rate of the trajectory modules, which start from nothing; `learning_rate` by default.
+        muon (`bool`, *optional*, defaults to `False`):
+            Train the matrices with Muon ([`torch.optim.Muon`], updates scaled as AdamW's, so `learning_rate` keeps its
+            meaning) and the norms with AdamW, instead of `optim`. Needs whole matrices: no FSDP, no ZeRO-3.
     """
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
@@ -58,6 +64,7 @@ class RetraceTrainingArguments(TrainingArguments):
     loss_type: str = field(default="decay", metadata={"help": "decay or dpace.", "choices": ["decay", "dpace"]})
     loss_gamma: float | None = field(default=None, metadata={"help": "Decay of the slot weights, in slots."})
     dpace_alpha: float = field(default=0.5, metadata={"help": "alpha of D-PACE."})
+    soft_share: float = field(default=0.0, metadata={"help": "Share of KL(target || drafter) in each slot's loss."})
     loss_chunk_size: int = field(default=1024, metadata={"help": "Rows whose logits exist at once."})
     loss_on_seen_tokens: bool = field(
         default=False, metadata={"help": "Softmax over the tokens that occur in the answers only."}
@@ -66,10 +73,14 @@ class RetraceTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Learning rate of the trajectory modules; learning_rate by default."}
     )
 
+    muon: bool = field(default=False, metadata={"help": "Muon for the matrices, AdamW for the norms."})
+
     def __post_init__(self):
         super().__post_init__()
         if self.loss_type not in ("decay", "dpace"):
             raise ValueError(f"loss_type is {self.loss_type!r}; it must be 'decay' or 'dpace'.")
+        if not 0 <= self.soft_share <= 1:
+            raise ValueError(f"soft_share is {self.soft_share}; it must be from 0 to 1.")
         if self.loss_on_seen_tokens and self.num_carried_rounds:
             raise ValueError(
                 f"loss_on_seen_tokens goes with num_carried_rounds=0, not {self.num_carried_rounds}: carried rounds "

@@ -1,6 +1,7 @@
 """Losses over drafted blocks. Per-slot cross entropy first, then how much each slot counts."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -14,68 +15,92 @@ def default_gamma(block_size: int) -> float:
     return _PUBLISHED_GAMMA.get(block_size, block_size / 2)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross entropy by rows whose logits live only chunk by chunk: each chunk's gradient is taken at once.
+class SlotLosses(NamedTuple):
+    """loss (`torch.Tensor` of shape `[n]`, float32, nats): Differentiable in the states.
+    cross_entropy (`torch.Tensor` of shape `[n]`): Of the labels alone, detached; exp(-cross_entropy) is the label's
+    probability.
+    predictions (`torch.LongTensor` of shape `[n]`): The head's argmax."""
+
+    loss: torch.Tensor
+    cross_entropy: torch.Tensor
+    predictions: torch.Tensor
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Losses by rows whose logits live only chunk by chunk: each chunk's gradient is taken at once.
 
     A row's loss depends on that row alone, so a chunk's gradient holds every row's own, and backward only scales it.
     """
 
     @staticmethod
-    def forward(ctx, states, labels, logits_fn, chunk_size):
+    def forward(ctx, states, labels, logits_fn, chunk_size, teacher_states, soft_share):
         with_grad = ctx.needs_input_grad[0]
-        losses, predictions, grads = [], [], []
-        for rows, row_labels in zip(states.split(chunk_size), labels.split(chunk_size)):
+        parts, grads = [], []
+        for start in range(0, len(states), chunk_size):
+            chunk = slice(start, start + chunk_size)
             with torch.set_grad_enabled(with_grad):
-                rows = rows.detach().requires_grad_(with_grad)
+                rows = states[chunk].detach().requires_grad_(with_grad)
                 logits = logits_fn(rows)  # [chunk, V]
-            loss, best, grad_logits = _softmax_in_place(logits.detach().float(), row_labels)
-            losses.append(loss)
-            predictions.append(best)
+            scores = logits.detach().float()
+            # A copy where the head returned float32 itself: its output must stay as autograd saved it.
+            log_probs = scores - scores.logsumexp(-1, keepdim=True)
+            loss = cross_entropy = -log_probs.gather(1, labels[chunk, None]).squeeze(1)
+            teacher = None
+            if soft_share > 0:
+                wanted = logits_fn(teacher_states[chunk]).float().log_softmax(-1)
+                teacher = wanted.exp()
+                divergence = wanted.sub_(log_probs).mul_(teacher).sum(-1)
+                loss = (1 - soft_share) * cross_entropy + soft_share * divergence
+            parts.append((loss, cross_entropy, scores.argmax(-1)))
             if with_grad:
-                grads.append(torch.autograd.grad(logits, rows, grad_logits.to(logits.dtype))[0])
+                # softmax - (1 - share) one-hot - share * teacher, in place of the log-probabilities
+                error = log_probs.exp_()
+                error.scatter_add_(1, labels[chunk, None], torch.full_like(loss, soft_share - 1)[:, None])
+                if teacher is not None:
+                    error.sub_(teacher, alpha=soft_share)
+                grads.append(torch.autograd.grad(logits, rows, error.to(logits.dtype))[0])
         if with_grad:
-            ctx.save_for_backward(torch.cat(grads))
-        predictions = torch.cat(predictions)
-        ctx.mark_non_differentiable(predictions)
-        return torch.cat(losses), predictions
+            ctx.save_for_backward(torch.cat(grads) if grads else torch.zeros_like(states))
+        if not parts:
+            none = states.new_zeros(0, dtype=torch.float32)
+            parts = [(none, none, labels[:0])]
+        loss, cross_entropy, predictions = (torch.cat(part) for part in zip(*parts))
+        if not soft_share > 0:
+            cross_entropy = loss.clone()  # one tensor cannot be both differentiable and not
+        ctx.mark_non_differentiable(cross_entropy, predictions)
+        return loss, cross_entropy, predictions
 
     @staticmethod
-    def backward(ctx, grad_losses, _):
+    def backward(ctx, grad_losses, *_):
         (grads,) = ctx.saved_tensors
-        return grads * grad_losses[:, None].to(grads.dtype), None, None, None
+        return grads * grad_losses[:, None].to(grads.dtype), None, None, None, None, None
 
 
-def _softmax_in_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss `[c]`, argmax `[c]` and the loss's gradient `[c, V]`, softmax - one-hot, in few passes over the logits."""
-    labels = labels[:, None]
-    top, best = logits.max(dim=-1, keepdim=True)
-    right = logits.gather(1, labels) - top
-    # A copy where the head returned float32 itself: its output must stay as autograd saved it.
-    weights = (logits - top).exp_()
-    total = weights.sum(dim=-1, keepdim=True)
-    weights.div_(total).scatter_add_(1, labels, -torch.ones_like(right))
-    return (total.log() - right).squeeze(1), best.squeeze(1), weights
-
-
-def chunked_cross_entropy(
+def chunked_loss(
     states: torch.Tensor,
     labels: torch.Tensor,
     logits_fn: Callable[[torch.Tensor], torch.Tensor],
     chunk_size: int = 1024,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of each row under a frozen head, and the head's argmax, without an `[n, V]` tensor.
+    teacher_states: torch.Tensor | None = None,
+    soft_share: float = 0.0,
+) -> SlotLosses:
+    """(1 - s) CE(label) + s KL(target || drafter) of each row under a frozen head, without an `[n, V]` tensor.
 
     Args:
         states (`torch.Tensor` of shape `[n, D]`): Last hidden states.
         labels (`torch.LongTensor` of shape `[n]`): Right tokens.
         logits_fn (`Callable`): `[c, D]` to logits `[c, V]`, row by row (the target's head).
         chunk_size (`int`): Rows whose logits exist at once.
+        teacher_states (`torch.Tensor` of shape `[n, D]`, *optional*):
+            The target's last hidden states that scored the labels; needed where `soft_share` is not 0.
+        soft_share (`float`, defaults to 0): s.
 
     Returns:
-        `tuple(torch.Tensor, torch.LongTensor)`: losses `[n]` in float32 (nats), differentiable in `states`; argmax
-        `[n]`.
+        [`SlotLosses`].
     """
-    return _ChunkedCrossEntropy.apply(states, labels, logits_fn, chunk_size)
+    if soft_share > 0 and teacher_states is None:
+        raise ValueError("soft_share needs teacher_states, the target's last hidden states that scored the labels.")
+    return SlotLosses(*_ChunkedLoss.apply(states, labels, logits_fn, chunk_size, teacher_states, soft_share))
 
 
 def decay_weights(supervised: torch.Tensor, gamma: float) -> torch.Tensor:

@@ -22,10 +22,12 @@ class Blocks(NamedTuple):
 
 
 class TargetPass(NamedTuple):
-    """features (`[b, S, F * D]`): The tapped states. cache: The target's K/V over the clean tokens."""
+    """features (`[b, S, F * D]`): The tapped states. last (`[b, S, D]`): The states after the final norm. cache: The
+    target's K/V over the clean tokens, where asked for."""
 
     features: torch.Tensor
-    cache: DynamicCache
+    last: torch.Tensor
+    cache: DynamicCache | None
 
 
 def eligible_anchors(loss_mask: torch.Tensor) -> torch.Tensor:
@@ -71,6 +73,20 @@ def block_labels(
     places = places.clamp(max=length - 1)
     answers = loss_mask[rows, places] & inside & blocks.valid[..., None]
     return input_ids[rows, places], answers.cumprod(dim=-1).bool()
+
+
+def scoring_states(last: torch.Tensor, blocks: Blocks, block_size: int) -> torch.Tensor:
+    """The target's states that scored the labels of slots 1..B-1, `last[a + k - 1]` for slot k.
+
+    Args:
+        last (`torch.Tensor` of shape `[b, S, D]`): After the final norm.
+
+    Returns:
+        `torch.Tensor` of shape `[b, N, B - 1, D]`; at slots beyond the text the last state, for no label.
+    """
+    places = blocks.anchors[..., None] + torch.arange(block_size - 1, device=last.device)
+    rows = torch.arange(last.shape[0], device=last.device)[:, None, None]
+    return last[rows, places.clamp(max=last.shape[1] - 1)]
 
 
 def visible_context(blocks: Blocks, context_length: int, block_size: int) -> torch.Tensor:
@@ -120,7 +136,7 @@ def read_clean_text(
         use_cache=with_cache,
         output_hidden_states=captured_layers(target_layer_ids, layers, with_last=False),
     )
-    return TargetPass(gather_context_states(out.hidden_states, target_layer_ids), cache)
+    return TargetPass(gather_context_states(out.hidden_states, target_layer_ids), out.last_hidden_state, cache)
 
 
 def draft_blocks(

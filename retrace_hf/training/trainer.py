@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, Trainer
 from ..candidate_generator import check_pairing, draft_logits, transform_logits
 from ..data import RetraceDataCollator
 from .arguments import RetraceTrainingArguments
-from .losses import SeenTokens, chunked_cross_entropy, decay_weights, default_gamma, dpace_weights
+from .losses import SeenTokens, chunked_loss, decay_weights, default_gamma, dpace_weights
+from .optimizer import muon_with_adamw
 from .rollout import (
     Blocks,
     block_labels,
@@ -20,6 +21,7 @@ from .rollout import (
     draft_blocks,
     read_clean_text,
     sample_anchors,
+    scoring_states,
     shift_blocks,
     verify_blocks,
 )
@@ -136,41 +138,61 @@ class RetraceTrainer(Trainer):
         config = self._config
         # Only the correction reads the target's states on the drafts; all else does without verification.
         verifies = config.conditioning == "corrected" and self.args.num_carried_rounds > 0
-        features, cache = inputs.get("context_hidden_states"), None
-        if features is None or verifies:
-            clean = read_clean_text(self.target, input_ids, config.target_layer_ids, with_cache=verifies)
-            features, cache = clean.features, clean.cache
+        with self._as_generate_runs_it():
+            features, last, cache = self._read_text(inputs, with_cache=verifies)
 
         losses, trajectory = [], None
         embedding = self.target.get_input_embeddings()
         for carried in range(self.args.num_carried_rounds + 1):
             states = draft_blocks(model, embedding, input_ids, features, blocks, trajectory)
             labels, supervised = block_labels(input_ids, loss_mask, blocks, config.block_size)
-            loss, drafted = self._block_loss(states, labels, supervised, blocks.valid)
+            teacher = None if last is None else scoring_states(last, blocks, config.block_size)
+            loss, drafted = self._block_loss(states, labels, supervised, blocks.valid, teacher)
             losses.append(loss)
             accepted = count_accepted(drafted, labels, supervised)
             self._record(carried, loss, accepted, blocks)
             if carried == self.args.num_carried_rounds:
                 break
             if config.conditioning != "none":
-                verified = verify_blocks(self.target, cache, input_ids, drafted, blocks) if verifies else states
+                verified = states  # overwrite and gated never read the target's states
+                if verifies:
+                    with self._as_generate_runs_it():
+                        verified = verify_blocks(self.target, cache, input_ids, drafted, blocks)
                 trajectory = carried_trajectory(states, verified, accepted)
             blocks = shift_blocks(blocks, accepted, loss_mask)
         return losses
 
-    def _block_loss(self, states, labels, supervised, valid) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted sum of cross entropy over the slots of valid blocks, and the drafted tokens `[b, N, B - 1]`."""
+    def _as_generate_runs_it(self):
+        """The frozen target in its own dtype, whatever precision the drafter trains in: features from a pass under
+        autocast are not those that drafting sees."""
+        return torch.autocast(self.args.device.type, enabled=False)
+
+    def _read_text(self, inputs: dict, with_cache: bool):
+        """Features, the target's last states where the loss needs them, and its K/V where asked for."""
+        soft = self.args.soft_share > 0
+        features, last = inputs.get("context_hidden_states"), inputs.get("target_last_states")
+        if with_cache or features is None or (soft and last is None):
+            clean = read_clean_text(self.target, inputs["input_ids"], self._config.target_layer_ids, with_cache)
+            return clean.features, clean.last if soft else None, clean.cache
+        return features, last if soft else None, None
+
+    def _block_loss(self, states, labels, supervised, valid, teacher=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted sum of losses over the slots of valid blocks, and the drafted tokens `[b, N, B - 1]`."""
         rows = states[:, :, 1:][valid]  # [n, B - 1, D]
         row_labels, supervised = labels[valid], supervised[valid]
         if self._seen is not None:
             row_labels, known = self._seen.places(row_labels)
             supervised = supervised & known.cumprod(dim=-1).bool()
-        ce, predictions = chunked_cross_entropy(
-            rows.flatten(0, 1), row_labels.flatten(), self._logits, self.args.loss_chunk_size
+        loss, cross_entropy, predictions = chunked_loss(
+            rows.flatten(0, 1),
+            row_labels.flatten(),
+            self._logits,
+            self.args.loss_chunk_size,
+            None if teacher is None else teacher[valid].flatten(0, 1),
+            self.args.soft_share,
         )
-        ce = ce.view(row_labels.shape)
         if self.args.loss_type == "dpace":
-            weights = dpace_weights(ce, supervised, self.args.dpace_alpha)
+            weights = dpace_weights(cross_entropy.view(row_labels.shape), supervised, self.args.dpace_alpha)
         else:
             weights = decay_weights(supervised, self._gamma)
         if self._seen is not None:
@@ -178,7 +200,7 @@ class RetraceTrainer(Trainer):
         drafted = torch.zeros_like(labels)
         drafted[valid] = predictions.view(row_labels.shape)
         # The empty sum keeps every parameter in the graph of a rank without anchors.
-        return (weights * ce).sum() + 0.0 * states.sum(), drafted
+        return (weights * loss.view(row_labels.shape)).sum() + 0.0 * states.sum(), drafted
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         if self._seen is not None:
@@ -200,8 +222,12 @@ class RetraceTrainer(Trainer):
 
     # -- optimizer, evaluation, logs ---------------------------------------------------------------------------------
 
-    def create_optimizer(self, *args, **kwargs):
-        optimizer = super().create_optimizer(*args, **kwargs)
+    def create_optimizer(self, model=None):
+        if self.args.muon and self.optimizer is None:
+            module = self.model if model is None else model
+            decayed = set(self.get_decay_parameter_names(module))
+            self.optimizer = muon_with_adamw(module, decayed, self.args)
+        optimizer = super().create_optimizer(model)
         rate = self.args.trajectory_learning_rate
         if rate is not None and not any(group.get("trajectory") for group in optimizer.param_groups):
             _split_trajectory_group(optimizer, self.model, rate)

@@ -1,0 +1,245 @@
+"""
+The target plays both sides of a chat, so that there is text of its own where nobody has prompts.
+
+An instruction-tuned target that is shown the start of a user's turn goes on as a user would. Its user turns are
+sampled, its answers are greedy: on-policy text for a drafter, as varied as what the target was tuned on. All rows
+start with the same tokens and go on turn after turn, so that a batch has neither padding nor idle rows.
+
+Source of the sampled prompts: Magpie, arXiv 2406.08464.
+"""
+
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AttentionInterface, Cache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .responses import claim_folder, read_responses, write_responses
+
+
+class ChatTemplateParts:
+    """
+    What a chat template writes around the turns, as tokens: `start` (up to the first user's words), `after_user` (up
+    to the answer), `after_answer` (up to the next user's words), `end` (the token that ends a turn).
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): the target's.
+
+    Raises:
+        `ValueError`: there is no chat template, it does not show the turns as they are, or it ends them without the
+        eos token.
+    """
+
+    def __init__(self, tokenizer):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(f"The tokenizer {tokenizer.name_or_path!r} has no chat template; self-chat needs one.")
+        user, answer, again = "Zyxw", "Vuts", "Rqpo"
+        turns = [{"role": "user", "content": user}]
+        first = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": again}]
+        second = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        if any(text.count(part) != 1 for text, part in ((first, user), (second, answer), (second, again))):
+            raise ValueError("The chat template changes or drops what the turns say; self-chat cannot use it.")
+        before, after = first.split(user)
+        between = second[second.index(answer) + len(answer) : second.index(again)]
+        self.end = tokenizer.eos_token_id
+        self.start, self.after_user, self.after_answer = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after, between)
+        )
+        if self.end is None or self.after_user[:1] != [self.end] or self.after_answer[:1] != [self.end]:
+            raise ValueError(
+                f"The chat template does not end turns with the eos token {tokenizer.eos_token!r}; self-chat cannot "
+                "tell where a turn ends."
+            )
+
+
+class _Chat:
+    """One row: its tokens so far, where the answers are, and whose turn it is."""
+
+    def __init__(self, parts: ChatTemplateParts, max_user_tokens: int, max_answer_tokens: int):
+        self.parts, self.limits = parts, {True: max_user_tokens, False: max_answer_tokens}
+        self.ids, self.answers = [], []
+        self.user, self.spoken, self.forced = True, 0, list(parts.start)
+
+    @property
+    def may_end(self) -> bool:
+        return self.spoken > 0  # nothing follows from an empty turn
+
+    def take(self, sampled: int, greedy: int) -> int:
+        """The row's next token, given what the target would say as the user and as itself."""
+        if self.forced:
+            token = self.forced.pop(0)
+        else:
+            token = sampled if self.user else greedy
+            if not self.user:
+                self._mark_answer()
+            self.spoken += 1
+            if token == self.parts.end or self.spoken == self.limits[self.user]:
+                self._end_turn(by_itself=token == self.parts.end)
+        self.ids.append(token)
+        return token
+
+    def _mark_answer(self):
+        place = len(self.ids)
+        if self.spoken:
+            self.answers[-1][1] = place + 1
+        else:
+            self.answers.append([place, place + 1])
+
+    def _end_turn(self, by_itself: bool):
+        # A turn that was cut is ended for it; that end is not the target's word and is not marked.
+        after = self.parts.after_user if self.user else self.parts.after_answer
+        self.forced = list(after[1:] if by_itself else after)
+        self.user, self.spoken = not self.user, 0
+
+
+class _RoomyLayer(DynamicLayer):
+    """K/V in room made beforehand: a step writes its own row where a DynamicLayer copies all rows before it."""
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length, self.used, self.room = length, 0, None
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if self.room is None:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.room = [t.new_empty(*t.shape[:2], self.length, t.shape[-1]) for t in (key_states, value_states)]
+        end = self.used + key_states.shape[2]
+        for room, states in zip(self.room, (key_states, value_states)):
+            room[:, :, self.used : end] = states
+        self.used = end
+        self.keys, self.values = (room[:, :, :end] for room in self.room)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.used
+
+
+def _grouped_attention(module, query, key, value, attention_mask, **kwargs):
+    """A step's heads that share K/V as queries of one head: a quarter of SDPA's time on a CPU in bfloat16."""
+    if query.shape[2] > 1 or attention_mask is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    batch_size, heads, _, head_dim = query.shape
+    grouped = query.view(batch_size, key.shape[1], -1, head_dim)
+    out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=kwargs.get("scaling"))
+    return out.reshape(batch_size, 1, heads, -1), None
+
+
+AttentionInterface.register("retrace_grouped", _grouped_attention)
+
+
+@torch.no_grad()
+def chat_rows(
+    target,
+    tokenizer,
+    num_rows: int,
+    length: int,
+    generator: torch.Generator,
+    max_user_tokens: int = 96,
+    max_answer_tokens: int = 224,
+    temperature: float = 0.8,
+    top_k: int = 50,
+) -> list[dict]:
+    """
+    Chats of the target with itself, one batch.
+
+    Args:
+        target (`PreTrainedModel`): an instruction-tuned decoder-only model.
+        tokenizer (`PreTrainedTokenizerBase`): its tokenizer, see [`ChatTemplateParts`].
+        num_rows (`int`): chats, generated at once.
+        length (`int`): tokens of each.
+        generator (`torch.Generator`): on the target's device; draws the user's words.
+        max_user_tokens, max_answer_tokens (`int`, *optional*, default to 96 and 224): where a turn is cut.
+        temperature (`float`, *optional*, defaults to 0.8), top_k (`int`, *optional*, defaults to 50): of the user's
+            words. The answers are greedy.
+
+    Returns:
+        `list[dict]`: `input_ids` (`length` tokens) and `answers` (pairs of start and end of the greedy tokens).
+    """
+    parts = ChatTemplateParts(tokenizer)
+    if length <= len(parts.start):
+        raise ValueError(f"length is {length}; the chat template alone has {len(parts.start)} tokens.")
+    chats = [_Chat(parts, max_user_tokens, max_answer_tokens) for _ in range(num_rows)]
+    device = target.get_input_embeddings().weight.device
+    config = target.config.get_text_config(decoder=True)
+    cache = Cache(layers=[_RoomyLayer(length) for _ in range(config.num_hidden_layers)])
+    head = target.get_output_embeddings()
+    weight = head.weight.float()  # logits in bfloat16 would tie too often
+    bias = None if head.bias is None else head.bias.float()
+    unsaid = torch.tensor([i for i in tokenizer.all_special_ids if i != parts.end], dtype=torch.long, device=device)
+    ids = torch.tensor([[chat.take(-1, -1) for _ in parts.start] for chat in chats], device=device)
+    while len(chats[0].ids) < length:
+        states = target.get_decoder()(ids, cache=cache, use_cache=True).last_hidden_state[:, -1]
+        logits = torch.nn.functional.linear(states.float(), weight, bias)
+        greedy = logits.argmax(-1).tolist()
+        logits[:, unsaid] = -torch.inf
+        logits[[not chat.may_end for chat in chats], parts.end] = -torch.inf
+        top = (logits / temperature).topk(min(top_k, logits.shape[-1]))
+        drawn = torch.multinomial(top.values.softmax(-1), 1, generator=generator)
+        sampled = top.indices.gather(1, drawn).squeeze(1).tolist()
+        ids = torch.tensor([[c.take(s, g)] for c, s, g in zip(chats, sampled, greedy)], device=device)
+    return [{"input_ids": chat.ids, "answers": chat.answers} for chat in chats]
+
+
+def self_chat(
+    target,
+    tokenizer,
+    path: str | Path,
+    num_tokens: int,
+    batch_size: int = 128,
+    length: int = 320,
+    seed: int = 0,
+    progress: bool = True,
+    **options,
+) -> dict[str, int]:
+    """
+    Chats of the target with itself, into shards `self_chat_00000.jsonl.gz`, ... of a folder, one a batch. A shard is
+    written whole or not at all; called again with the same arguments it goes on with the first shard that is missing.
+
+    Args:
+        target (`PreTrainedModel`): an instruction-tuned decoder-only model.
+        tokenizer (`PreTrainedTokenizerBase`): its tokenizer.
+        path (`str` or `Path`): the folder; made if missing.
+        num_tokens (`int`): tokens wanted in all, rounded up to whole batches.
+        batch_size (`int`, *optional*, defaults to 128), length (`int`, *optional*, defaults to 320): chats of a
+            batch, and tokens of each.
+        seed (`int`, *optional*, defaults to 0): every shard has its own stream.
+        progress (`bool`, *optional*, defaults to `True`): show a bar.
+        options: those of [`chat_rows`].
+
+    Returns:
+        `dict[str, int]`: `rows`, `tokens` and `answer_tokens` over all shards.
+
+    Raises:
+        `ValueError`: a size below 1, a chat template that will not do, or a folder made with other settings.
+    """
+    for name, size in (("num_tokens", num_tokens), ("batch_size", batch_size), ("length", length)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}.")
+    path = Path(path)
+    claim_folder(path, {"batch_size": batch_size, "length": length, "seed": seed, **options})
+    device = target.get_input_embeddings().weight.device
+    implementation, was_training = target.config._attn_implementation, target.training
+    counts = {"rows": 0, "tokens": 0, "answer_tokens": 0}
+    target.eval()
+    if implementation == "sdpa":
+        target.set_attn_implementation("retrace_grouped")
+    try:
+        for shard in tqdm(range(-(-num_tokens // (batch_size * length))), desc="self-chat", disable=not progress):
+            file = path / f"self_chat_{shard:05d}.jsonl.gz"
+            if not file.is_file():
+                generator = torch.Generator(device).manual_seed(seed + shard)
+                rows = chat_rows(target, tokenizer, batch_size, length, generator, **options)
+                named = ({"id": f"self-{seed}-{shard}-{i}", "source": "self-chat", **r} for i, r in enumerate(rows))
+                write_responses(named, file)
+            for row in read_responses(file):
+                counts["rows"] += 1
+                counts["tokens"] += len(row["input_ids"])
+                counts["answer_tokens"] += sum(end - start for start, end in row["answers"])
+    finally:
+        if implementation == "sdpa":
+            target.set_attn_implementation(implementation)
+        target.train(was_training)
+    return counts

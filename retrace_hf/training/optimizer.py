@@ -1,0 +1,58 @@
+"""Muon for the matrices, AdamW for the rest, as one optimizer that Trainer can schedule, save and resume."""
+
+import torch
+from torch import nn
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Groups marked `muon` are stepped by [`torch.optim.Muon`], the others by [`torch.optim.AdamW`].
+
+    Args:
+        matrices (`list[nn.Parameter]`): 2-D parameters.
+        others (`list[dict]`): AdamW's parameter groups; may be empty.
+        lr, weight_decay (`float`): Of the matrices; `lr` of the others too.
+        betas (`tuple[float, float]`), eps (`float`): AdamW's.
+
+    Source: Muon, Jordan et al. 2024; the update's scale after Moonlight, arXiv 2502.16982.
+    """
+
+    def __init__(self, matrices, others, lr: float, weight_decay: float, betas=(0.9, 0.999), eps: float = 1e-8):
+        self._muon = torch.optim.Muon(
+            [{"params": matrices, "muon": True}], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        self._adamw = torch.optim.AdamW([{**g, "muon": False} for g in others], lr=lr, betas=betas, eps=eps)
+        super().__init__(self._muon.param_groups + self._adamw.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer, is_muon in ((self._muon, True), (self._adamw, False)):
+            # Read anew at every step: loading a checkpoint replaces both.
+            optimizer.param_groups = [group for group in self.param_groups if group["muon"] == is_muon]
+            optimizer.state = self.state
+            optimizer.step()
+        return loss
+
+
+def muon_with_adamw(model: nn.Module, decayed: set[str], args) -> MuonWithAdamW:
+    """The optimizer for a drafter: every trainable matrix by Muon, the rest by AdamW with decay where `decayed`."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    others = [
+        {"params": chosen, "weight_decay": decay}
+        for chosen, decay in (
+            ([p for name, p in named if p.ndim != 2 and name in decayed], args.weight_decay),
+            ([p for name, p in named if p.ndim != 2 and name not in decayed], 0.0),
+        )
+        if chosen
+    ]
+    return MuonWithAdamW(
+        [p for _, p in named if p.ndim == 2],
+        others,
+        lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )

@@ -1,0 +1,83 @@
+"""The target chatting with itself: whose words stand where, and that answers are its greedy tokens."""
+
+import pytest
+import torch
+
+from retrace_hf.data.responses import read_responses
+from retrace_hf.data.self_chat import ChatTemplateParts, self_chat
+from retrace_hf.data.tokenize import tokenize_responses
+from retrace_hf.targets import load_target
+
+
+LENGTH = 96
+
+
+@pytest.fixture(scope="module")
+def chats(smollm2, tmp_path_factory):
+    target, tokenizer = smollm2
+    folder = tmp_path_factory.mktemp("self_chat")
+    options = {"batch_size": 3, "length": LENGTH, "max_user_tokens": 12, "max_answer_tokens": 16, "progress": False}
+    counts = self_chat(target, tokenizer, folder, num_tokens=2 * 3 * LENGTH, **options)
+    return folder, counts, options
+
+
+def test_parts_put_together_are_the_template(smollm2):
+    _, tokenizer = smollm2
+    parts = ChatTemplateParts(tokenizer)
+    words = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("Hi there", "Hello.", "Why?")]
+    ids = parts.start + words[0] + parts.after_user + words[1] + parts.after_answer + words[2] + parts.after_user
+    turns = [("user", "Hi there"), ("assistant", "Hello."), ("user", "Why?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def test_answers_are_the_targets_greedy_tokens_and_nothing_else_is_marked(smollm2, chats):
+    target, tokenizer = smollm2
+    folder, counts, options = chats
+    files = sorted(folder.glob("*.jsonl.gz"))
+    rows = [row for file in files for row in read_responses(file)]
+    assert len(files) == 2 and len(rows) == 6 and counts["tokens"] == 6 * LENGTH
+    assert len({tuple(row["input_ids"]) for row in rows}) == 6
+    parts = ChatTemplateParts(tokenizer)
+    for row in rows:
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            greedy = target(ids).logits[0].argmax(-1)
+        assert row["answers"]
+        for start, end in row["answers"]:
+            assert 1 <= end - start <= 16
+            assert torch.equal(greedy[start - 1 : end - 1], ids[0, start:end])
+            assert row["input_ids"][start - len(parts.after_user) : start] == parts.after_user
+    dataset = tokenize_responses(files, tokenizer)
+    assert [sum(mask) for mask in dataset["loss_mask"]] == [sum(e - s for s, e in row["answers"]) for row in rows]
+    assert counts["answer_tokens"] == sum(map(sum, dataset["loss_mask"]))
+
+
+def test_resumes_shard_by_shard_and_keeps_settings_apart(smollm2, chats):
+    target, tokenizer = smollm2
+    folder, counts, options = chats
+    first, second = sorted(folder.glob("*.jsonl.gz"))
+    kept, before = first.stat().st_mtime_ns, list(read_responses(second))
+    second.unlink()
+    assert self_chat(target, tokenizer, folder, num_tokens=2 * 3 * LENGTH, **options) == counts
+    assert first.stat().st_mtime_ns == kept and list(read_responses(second)) == before
+    with pytest.raises(ValueError, match="other settings"):
+        self_chat(target, tokenizer, folder, num_tokens=10, **{**options, "length": 64})
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_bad_arguments(smollm2, tmp_path, monkeypatch):
+    target, tokenizer = smollm2
+    with pytest.raises(ValueError, match="num_tokens"):
+        self_chat(target, tokenizer, tmp_path / "a", num_tokens=0)
+    with pytest.raises(ValueError, match="chat template alone"):
+        self_chat(target, tokenizer, tmp_path / "b", num_tokens=10, length=10, batch_size=1)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="no chat template"):
+        self_chat(target, tokenizer, tmp_path / "c", num_tokens=10)
+
+
+def test_bfloat16_targets_chat_too(tmp_path):
+    target, tokenizer = load_target("HuggingFaceTB/SmolLM2-135M-Instruct", dtype=torch.bfloat16)
+    counts = self_chat(target, tokenizer, tmp_path, num_tokens=2 * 64, batch_size=2, length=64, progress=False)
+    assert counts["rows"] == 2
