@@ -1,20 +1,22 @@
 """Measures drafters of one target on the evaluation prompts and writes results.json.
 
-The target's greedy answers are generated once and kept (`--answers`). The arms are then played over them in batches,
-which gives the acceptance that `generate()` would (`retrace_hf.evaluation.roll_out`):
+The target's greedy answers are generated once and kept. The arms are then played over them in batches, which gives the
+acceptance that `generate()` would (`retrace_hf.evaluation.roll_out`):
 
     python examples/evaluate_drafters.py --arm stage1=runs/stage1 --arm sft=runs/sft --arm corrected=runs/corrected
 
 With `--generate NAME` that arm is also run through `generate()`, prompt by prompt, beside plain `generate()` and
 transformers' own DFlash generator on the same weights (`signal_off`): equality, rounds, and seconds measured in one
-interleaved run. It resumes where it was stopped:
+interleaved run:
 
     python examples/evaluate_drafters.py --arm corrected=runs/corrected --generate corrected
+
+Answers, arms and prompts that are done are kept in the output's folder, each under a hash of the weights and options
+that made it: the same command goes on where it was stopped, and changed weights are measured anew.
 """
 
 import argparse
 import json
-import os
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -24,9 +26,11 @@ import torch
 from tqdm.auto import tqdm
 
 from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_acceptance
+from retrace_hf.data.features import target_fingerprint
 from retrace_hf.data.prompts import read_eval_prompts, render_prompt
-from retrace_hf.evaluation import AcceptanceStats, bootstrap_ratio, roll_out, summarize, write_results
-from retrace_hf.evaluation.results import provenance
+from retrace_hf.evaluation import AcceptanceStats, KeptLines, bootstrap_ratio, roll_out, summarize, write_results
+from retrace_hf.evaluation.results import file_hash, provenance
+from retrace_hf.measure import answer
 from retrace_hf.targets import load_target
 
 
@@ -41,17 +45,24 @@ def parse_args():
     parser.add_argument("--baseline", default="sft", help="arm that the others' tau is divided by")
     parser.add_argument("--generate", metavar="NAME", help="arm to run through generate() as well")
     parser.add_argument("--generate-limit", type=int, help="prompts of each kind at most to run through generate()")
-    parser.add_argument("--answers", default="runs/eval/answers.jsonl", help="where plain's answers are kept")
     parser.add_argument("--output", default="runs/eval/results.json")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=43)
     parser.add_argument("--limit", type=int, help="prompts of each kind at most")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.arms = dict(arm.split("=", 1) for arm in args.arm)
+    if args.generate is not None and args.generate not in args.arms:
+        parser.error(f"--generate {args.generate} names no --arm; arms are {sorted(args.arms)}.")
+    return args
+
+
+def load_drafter(folder: str) -> RetraceDrafter:
+    return RetraceDrafter.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def read_rows(args, tokenizer) -> list[dict]:
-    """First turns of the evaluation prompts, rendered."""
-    return [
+    """First turns of the evaluation prompts, rendered; `--limit` of each kind at most."""
+    rows = [
         {
             "id": prompt["id"],
             "kind": prompt["source"],
@@ -59,6 +70,7 @@ def read_rows(args, tokenizer) -> list[dict]:
         }
         for prompt in read_eval_prompts(args.prompts)
     ]
+    return first_of_each_kind(rows, args.limit)
 
 
 def first_of_each_kind(rows: list[dict], limit: int | None) -> list[dict]:
@@ -70,40 +82,23 @@ def first_of_each_kind(rows: list[dict], limit: int | None) -> list[dict]:
     return chosen
 
 
-def append_line(path: Path, row: dict):
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_done(path: Path) -> dict[str, dict]:
-    """Whole lines by id; a line that a kill cut short is left out and cut off."""
-    if not path.exists():
-        return {}
-    lines = path.read_text(encoding="utf-8").split("\n")
-    whole = [line for line in lines[:-1] if line]
-    path.write_text("".join(line + "\n" for line in whole), encoding="utf-8")
-    return {row["id"]: row for row in map(json.loads, whole)}
+# -- plain's answers, and the arms played over them ------------------------------------------------------------------
 
 
 @torch.no_grad()
-def plain_answers(args, target, rows: list[dict]) -> dict[str, list[int]]:
+def plain_answers(args, target, rows: list[dict], kept: KeptLines) -> dict[str, list[int]]:
     """Plain greedy answers by id, generated in left-padded batches and kept."""
-    path = Path(f"{args.answers}.{args.max_new_tokens}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    done = read_done(path)
-    missing = sorted((r for r in rows if r["id"] not in done), key=lambda r: len(r["prompt_ids"]))
+    missing = sorted((r for r in rows if r["id"] not in kept), key=lambda r: len(r["prompt_ids"]))
+    pad, eos = target.generation_config.pad_token_id or 0, target.generation_config.eos_token_id
     for start in tqdm(range(0, len(missing), args.batch_size), desc="plain", disable=not missing):
         batch = missing[start : start + args.batch_size]
         width = max(len(r["prompt_ids"]) for r in batch)
-        pad = target.generation_config.pad_token_id or 0
         ids = torch.tensor([[pad] * (width - len(r["prompt_ids"])) + r["prompt_ids"] for r in batch])
         mask = torch.tensor([[0] * (width - len(r["prompt_ids"])) + [1] * len(r["prompt_ids"]) for r in batch])
         out = target.generate(ids, attention_mask=mask, max_new_tokens=args.max_new_tokens, do_sample=False)
-        for row, answer in zip(batch, out[:, width:].tolist()):
-            append_line(path, {"id": row["id"], "ids": up_to_end(answer, target.generation_config.eos_token_id)})
-    return {row["id"]: row["ids"] for row in read_done(path).values()}
+        for row, new in zip(batch, out[:, width:].tolist()):
+            kept.add({"id": row["id"], "ids": up_to_end(new, eos)})
+    return {row["id"]: kept[row["id"]]["ids"] for row in rows}
 
 
 def up_to_end(ids: list[int], eos) -> list[int]:
@@ -114,11 +109,44 @@ def up_to_end(ids: list[int], eos) -> list[int]:
     return ids
 
 
-def play_arm(args, target, folder: str, rows, answers) -> list[AcceptanceStats]:
-    drafter = RetraceDrafter.from_pretrained(folder, dtype=torch.float32).eval()
-    sequences = [r["prompt_ids"] + answers[r["id"]] for r in rows]
-    lengths = [len(r["prompt_ids"]) for r in rows]
-    return roll_out(target, drafter, sequences, lengths, args.max_new_tokens, args.batch_size)
+def play_arm(args, target, name: str, rows, answers, kept: KeptLines) -> list[AcceptanceStats]:
+    """The arm's rounds on every prompt, played or read from an earlier run."""
+    missing = [row for row in rows if f"{name}/{row['id']}" not in kept]
+    if missing:
+        drafter = load_drafter(args.arms[name])
+        sequences = [r["prompt_ids"] + answers[r["id"]] for r in missing]
+        lengths = [len(r["prompt_ids"]) for r in missing]
+        for row, stats in zip(
+            missing, roll_out(target, drafter, sequences, lengths, args.max_new_tokens, args.batch_size)
+        ):
+            kept.add(
+                {
+                    "id": f"{name}/{row['id']}",
+                    "accepted": stats.accepted_per_round,
+                    "proposed": stats.proposed_per_round,
+                }
+            )
+    return [stats_of(kept[f"{name}/{row['id']}"]) for row in rows]
+
+
+def stats_of(line: dict) -> AcceptanceStats:
+    return AcceptanceStats(line["accepted"], line["proposed"], calls=1)
+
+
+def ratios_over(baseline: str, played: dict[str, list[AcceptanceStats]], kinds: list[str]) -> dict:
+    """Every other arm's tau over the baseline's, by kind, paired by prompt."""
+    ratios = {}
+    for name in sorted(set(played) - {baseline}):
+        ratios[name] = {}
+        for kind in [*sorted(set(kinds)), "all"]:
+            chosen = [i for i, k in enumerate(kinds) if kind in (k, "all")]
+            ratios[name][kind] = bootstrap_ratio(
+                [played[name][i] for i in chosen], [played[baseline][i] for i in chosen]
+            )
+    return ratios
+
+
+# -- generate() itself -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -129,103 +157,44 @@ def first_difference(target, prompt_ids, ours: list[int], plain: list[int]) -> d
     at = next((i for i, (a, b) in enumerate(zip(ours, plain)) if a != b), min(len(ours), len(plain)))
     logits = target(torch.tensor([prompt_ids + plain[:at]])).logits[0, -1]
     top = logits.topk(2).values
-    return {"at": at, "gap": float(top[0] - top[1])}
+    gap = float(top[0] - top[1])
+    return {"at": at, "plain": plain[at : at + 1], "ours": ours[at : at + 1], "gap": gap, "tie": gap <= TIE}
 
 
-@torch.no_grad()
-def generate_all(args, target, name: str, folder: str, rows) -> dict[str, list[dict]]:
-    """plain, `name` and signal_off on each prompt in turn; the order rotates so that none is always first."""
-    drafter = RetraceDrafter.from_pretrained(folder, dtype=torch.float32).eval()
-    path = Path(f"{args.output}.{name}.generate.jsonl")
-    done = read_done(path)
+def generate_all(args, target, rows, kept: KeptLines) -> dict[str, list[dict]]:
+    """plain, the arm and signal_off on each prompt in turn; the order rotates so that none is always first."""
+    name, drafter = args.generate, load_drafter(args.arms[args.generate])
     options = {
         "plain": {},
-        name: {"assistant_model": drafter},
-        "signal_off": {"assistant_model": drafter, "speculation_type": "dflash"},
+        name: {"drafter": drafter},
+        "signal_off": {"drafter": drafter, "speculation_type": "dflash"},
     }
-    warm = torch.tensor([rows[0]["prompt_ids"]])
+    inputs = {row["id"]: {"input_ids": torch.tensor([row["prompt_ids"]])} for row in rows}
     for option in options.values():
-        target.generate(warm, max_new_tokens=16, do_sample=False, **option)
+        answer(target, inputs[rows[0]["id"]], 16, **option)
     for number, row in enumerate(tqdm(rows, desc="generate")):
-        if row["id"] in done:
+        if row["id"] in kept:
             continue
         result = {"id": row["id"], "kind": row["kind"]}
         names = list(options)
         for variant in names[number % 3 :] + names[: number % 3]:
-            ids = torch.tensor([row["prompt_ids"]])
-            start = time.perf_counter()
-            with record_acceptance() as stats:
-                out = target.generate(ids, max_new_tokens=args.max_new_tokens, do_sample=False, **options[variant])
+            run = answer(target, inputs[row["id"]], args.max_new_tokens, **options[variant])
             result[variant] = {
-                "seconds": time.perf_counter() - start,
-                "ids": out[0, ids.shape[1] :].tolist(),
-                "accepted": stats.accepted_per_round,
-                "proposed": stats.proposed_per_round,
+                "seconds": run.seconds,
+                "ids": run.ids[0],
+                "accepted": run.stats.accepted_per_round,
+                "proposed": run.stats.proposed_per_round,
             }
         for variant in (name, "signal_off"):
             difference = first_difference(target, row["prompt_ids"], result[variant]["ids"], result["plain"]["ids"])
             result[variant]["difference"] = difference
-        append_line(path, result)
-        done[row["id"]] = result
-    results = [done[row["id"]] for row in rows]
-    return {variant: [r[variant] for r in results] for variant in options}
+        kept.add(result)
+    return {variant: [kept[row["id"]][variant] for row in rows] for variant in options}
 
 
-@contextmanager
-def timed(owner, name: str, spent: list[float]):
-    """Adds the seconds spent in `owner.name` to `spent[0]`."""
-    real = getattr(owner, name)
-
-    def timer(*args, **kwargs):
-        start = time.perf_counter()
-        try:
-            return real(*args, **kwargs)
-        finally:
-            spent[0] += time.perf_counter() - start
-
-    setattr(owner, name, timer)
-    try:
-        yield
-    finally:
-        setattr(owner, name, real)
-
-
-def conditioning_cost(args, target, folder: str, rows) -> dict[str, float]:
-    """Milliseconds a round that the trajectory costs (alignment and fusion), and a round's, over a few prompts.
-
-    The drafter's and the target's weights are read once a round either way; this is what comes on top.
-    """
-    drafter = RetraceDrafter.from_pretrained(folder, dtype=torch.float32).eval()
-    spent, seconds, rounds = [0.0], 0.0, 0
-    for row in rows[:: max(1, len(rows) // 10)]:
-        with timed(RetraceCandidateGenerator, "_rejected", spent), timed(drafter, "_admit", spent):
-            with record_acceptance() as stats:
-                start = time.perf_counter()
-                target.generate(
-                    torch.tensor([row["prompt_ids"]]),
-                    assistant_model=drafter,
-                    max_new_tokens=args.max_new_tokens,
-                    do_sample=False,
-                )
-                seconds += time.perf_counter() - start
-        rounds += stats.rounds
-    return {
-        "conditioning_ms": 1000 * spent[0] / rounds,
-        "round_ms": 1000 * seconds / rounds,
-        "share": spent[0] / seconds,
-    }
-
-
-def stats_of(result: dict) -> AcceptanceStats:
-    if not result["accepted"]:  # plain: every token behind the first is a pass of its own
-        rounds = len(result["ids"]) - 1
-        return AcceptanceStats([0] * rounds, [0] * rounds, calls=1)
-    return AcceptanceStats(result["accepted"], result["proposed"], calls=1)
-
-
-def summarize_generated(generated: dict[str, list[dict]], kinds: list[str], name: str) -> dict:
-    """By variant: the summary, seconds, and for the drafted ones equality with plain and the time ratio to it."""
-    variants = {}
+def summarize_generated(generated: dict[str, list[dict]], rows: list[dict]) -> dict:
+    """By variant: the summary with seconds, and for the drafted ones the time ratio to plain and every difference."""
+    kinds, variants = [row["kind"] for row in rows], {}
     plain_seconds = [r["seconds"] for r in generated["plain"]]
     for variant, results in generated.items():
         seconds = [r["seconds"] for r in results]
@@ -236,61 +205,127 @@ def summarize_generated(generated: dict[str, list[dict]], kinds: list[str], name
             entry["speedup_median"] = ratios[len(ratios) // 2]
             entry["speedup_total"] = sum(plain_seconds[i] for i in chosen) / sum(seconds[i] for i in chosen)
             if variant != "plain":
-                differences = [results[i]["difference"] for i in chosen if results[i]["difference"]]
+                differences = [
+                    {"id": rows[i]["id"], **results[i]["difference"]} for i in chosen if results[i]["difference"]
+                ]
                 entry["equal_to_plain"] = len(chosen) - len(differences)
-                entry["differences"] = len(differences)
-                entry["differences_that_are_ties"] = sum(d["gap"] <= TIE for d in differences)
+                entry["differences"] = differences
         variants[variant] = summary
     return variants
 
 
+# -- what the signal costs -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def timed(owner, name: str, log: list[tuple[float, float]]):
+    """Logs start and end of every call of `owner.name`."""
+    real = getattr(owner, name)
+
+    def timer(*args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return real(*args, **kwargs)
+        finally:
+            log.append((start, time.perf_counter()))
+
+    setattr(owner, name, timer)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+def conditioning_cost(args, target, rows) -> dict[str, float]:
+    """Milliseconds a round that the trajectory costs (alignment and fusion), and a round's, over a few prompts.
+
+    The drafter's and the target's weights are read once a round either way; this is what comes on top. The prefill is
+    no round and is not counted.
+    """
+    drafter = load_drafter(args.arms[args.generate])
+    spent, seconds, rounds = 0.0, 0.0, 0
+    for row in rows[:: max(1, len(rows) // 10)]:
+        parts, drafts = [], []
+        with (
+            timed(RetraceCandidateGenerator, "_rejected", parts),
+            timed(drafter, "_admit", parts),
+            timed(RetraceCandidateGenerator, "get_candidates", drafts),
+            record_acceptance() as stats,
+        ):
+            target.generate(
+                torch.tensor([row["prompt_ids"]]),
+                assistant_model=drafter,
+                max_new_tokens=args.max_new_tokens,
+                do_sample=False,
+            )
+            end = time.perf_counter()
+        spent += sum(stop - start for start, stop in parts)
+        seconds += end - drafts[1][0]  # the first asks for the prefill
+        rounds += stats.rounds
+    return {
+        "conditioning_ms": 1000 * spent / rounds,
+        "round_ms": 1000 * seconds / rounds,
+        "share": spent / seconds,
+    }
+
+
+# -- the whole -------------------------------------------------------------------------------------------------------
+
+
+def describe_arm(folder: str) -> dict:
+    """Hash of the weights, and how they were trained where the run left a note."""
+    note = Path(folder) / "training.json"
+    return {
+        "weights": file_hash(Path(folder) / "model.safetensors"),
+        "training": json.loads(note.read_text()) if note.is_file() else None,
+    }
+
+
 def main():
     args = parse_args()
-    arms = dict(arm.split("=", 1) for arm in args.arm)
-    if args.generate is not None and args.generate not in arms:
-        raise SystemExit(f"--generate {args.generate} names no --arm; arms are {sorted(arms)}.")
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load_target(args.target)
-    target.eval()
-    rows = first_of_each_kind(read_rows(args, tokenizer), args.limit)
+    rows = read_rows(args, tokenizer)
     kinds = [row["kind"] for row in rows]
-    answers = plain_answers(args, target, rows)
+    described = {name: describe_arm(folder) for name, folder in args.arms.items()}
+    key = {
+        "target": target_fingerprint(target),
+        "prompts": file_hash(args.prompts),
+        "max_new_tokens": args.max_new_tokens,
+    }
+    answers = plain_answers(args, target, rows, KeptLines(f"{args.output}.answers.jsonl", key))
 
     variants, played = {}, {}
-    for name, folder in arms.items():
-        played[name] = play_arm(args, target, folder, rows, answers)
+    for name in args.arms:
+        kept = KeptLines(f"{args.output}.arms.jsonl", {**key, "weights": described[name]["weights"]})
+        played[name] = play_arm(args, target, name, rows, answers, kept)
         variants[name] = summarize(played[name], kinds)
         print(name, {kind: round(entry["acceptance_length"], 3) for kind, entry in variants[name].items()}, flush=True)
-    ratios = {}
-    if args.baseline in played:
-        for name in set(played) - {args.baseline}:
-            ratios[name] = {}
-            for kind in [*sorted(set(kinds)), "all"]:
-                chosen = [i for i, k in enumerate(kinds) if kind in (k, "all")]
-                ratios[name][kind] = bootstrap_ratio(
-                    [played[name][i] for i in chosen], [played[args.baseline][i] for i in chosen]
-                )
-    if args.generate is not None:
-        chosen = first_of_each_kind(rows, args.generate_limit)
-        generated = generate_all(args, target, args.generate, arms[args.generate], chosen)
-        generated_kinds = [row["kind"] for row in chosen]
-        for variant, summary in summarize_generated(generated, generated_kinds, args.generate).items():
-            variants[f"{variant}_generate" if variant == args.generate else variant] = summary
 
     results = {"variants": variants}
+    if args.baseline in played:
+        results[f"acceptance_length_over_{args.baseline}"] = ratios_over(args.baseline, played, kinds)
     if args.generate is not None:
-        results["conditioning_cost"] = conditioning_cost(args, target, arms[args.generate], rows)
-    results |= {
-        f"acceptance_length_over_{args.baseline}": ratios,
-        "provenance": provenance(
-            [args.prompts],
-            target=args.target,
-            threads=torch.get_num_threads(),
-            dtype="float32",
-            max_new_tokens=args.max_new_tokens,
-            note="acceptance_length is pooled over rounds; intervals are 95 %, bootstrap over prompts",
-        ),
-    }
+        chosen = first_of_each_kind(rows, args.generate_limit)
+        threads = torch.get_num_threads()
+        kept = KeptLines(
+            f"{args.output}.generate.jsonl",
+            {**key, "weights": described[args.generate]["weights"], "threads": threads, "name": args.generate},
+        )
+        generated = summarize_generated(generate_all(args, target, chosen, kept), chosen)
+        # Where generate() ran on every prompt its figures are the arm's; else they stand beside it.
+        partial = len(chosen) < len(rows)
+        for variant, summary in generated.items():
+            variants[f"{variant}_generate" if partial and variant == args.generate else variant] = summary
+        results["conditioning_cost"] = conditioning_cost(args, target, rows)
+    results["provenance"] = provenance(
+        [args.prompts],
+        target=target.name_or_path,
+        arms=described,
+        threads=torch.get_num_threads(),
+        dtype="float32",
+        max_new_tokens=args.max_new_tokens,
+        note="acceptance_length is pooled over rounds; intervals are 95 %, bootstrap over prompts",
+    )
     write_results(args.output, results)
     print(args.output)
 

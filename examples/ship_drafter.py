@@ -64,6 +64,10 @@ def ship_weights(run: Path, folder: Path):
         Path(temporary, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         for file in ("model.safetensors", "config.json"):
             os.replace(Path(temporary, file), folder / file)
+    note = run / "training.json"
+    if note.is_file():
+        shutil.copyfile(note, folder / "training.json.part")
+        os.replace(folder / "training.json.part", folder / "training.json")
 
 
 def ship_results(results_file: Path, folder: Path):

@@ -16,7 +16,8 @@ on with the same command.
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -25,7 +26,16 @@ from transformers import HfArgumentParser, set_seed
 from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
 from retrace_hf.data.features import TargetFeatures
 from retrace_hf.data.tokenize import tokenize_responses
+from retrace_hf.evaluation import write_results
+from retrace_hf.evaluation.results import command_line, file_hash
 from retrace_hf.targets import load_target
+
+
+NOTED = (
+    *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
+    *("lr_scheduler_type", "warmup_steps", "weight_decay", "bf16", "muon", "trajectory_learning_rate"),
+    *("num_anchors", "num_carried_rounds", "beta_warmup_steps", "loss_type", "soft_share", "loss_on_seen_tokens"),
+)
 
 
 @dataclass
@@ -62,7 +72,7 @@ def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
             drafter.config.block_size = script.block_size
         return drafter
     if script.mask_token not in tokenizer.get_vocab():
-        raise ValueError(f"--mask_token {script.mask_token!r} is no token of {script.target}; name an unused one of it.")
+        raise ValueError(f"--mask_token {script.mask_token!r} is not in the vocabulary of {script.target}.")
     return RetraceDrafter.from_target(
         target,
         mask_token_id=tokenizer.convert_tokens_to_ids(script.mask_token),
@@ -92,6 +102,20 @@ def last_whole_checkpoint(folder: str, conditioning: str) -> str | None:
     return None
 
 
+def write_note(script: ScriptArguments, args: RetraceTrainingArguments):
+    """training.json, for results and cards: what this drafter was trained from and with."""
+    note = {
+        "command": command_line(),
+        "seed": args.seed,
+        "init_from": script.init_from and file_hash(Path(script.init_from) / "model.safetensors"),
+        "data": {Path(path).name: file_hash(path) for path in script.responses},
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "arguments": {field.name: getattr(args, field.name) for field in fields(RetraceTrainingArguments)},
+    }
+    note["arguments"] = {name: value for name, value in note["arguments"].items() if name in NOTED}
+    write_results(Path(args.output_dir, "training.json"), note)
+
+
 def main():
     parser = HfArgumentParser((ScriptArguments, RetraceTrainingArguments))
     script, args = parser.parse_args_into_dataclasses()
@@ -118,6 +142,7 @@ def main():
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
+    write_note(script, args)
     print(json.dumps(result.metrics))
 
 

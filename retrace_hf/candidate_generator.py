@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.utils import logging
 
 from .context import captured_layers, check_target_layer_ids, gather_context_states
+from .noise import block_tokens, embed_block
 from .positions import block_positions
 from .trajectory import RejectedTrajectory, align_trajectory
 
@@ -113,6 +114,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.device = drafter.device
         self.dtype = drafter.dtype
         self.block_size = config.block_size
+        self.mask_token_id = config.mask_token_id
         self.target_layer_ids = list(config.target_layer_ids)
         self.conditioning = config.conditioning
         self.last_layer = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -124,10 +126,6 @@ class RetraceCandidateGenerator(CandidateGenerator):
         if self.draws:
             check_head(target)
 
-        embedding = target.get_input_embeddings()
-        self._mask_ids = torch.full(
-            (1, self.block_size - 1), config.mask_token_id, device=_device_of(embedding, default=target.device)
-        )
         # Merged into the target's inputs at each pass. Where the user wants hidden states, all are captured.
         wanted = generation_config.return_dict_in_generate and generation_config.output_hidden_states
         layers = captured_layers(self.target_layer_ids, self.last_layer, with_last=self.conditioning == "corrected")
@@ -245,8 +243,9 @@ class RetraceCandidateGenerator(CandidateGenerator):
             rows = self._prompt_rows.to(positions.device)
             positions = torch.cat([positions[:, rows], positions[:, -1:]], dim=1)
         self._cache.set_previous_accepted_tokens(context.shape[1])
+        tokens = block_tokens(input_ids[:, -1:], self.mask_token_id, self.block_size)
         block = self.drafter(
-            noise_embeds=self._received(self._noise_embeds(input_ids)),
+            noise_embeds=embed_block(self.target.get_input_embeddings(), tokens, self.drafter),
             context_hidden_states=context,
             position_ids=torch.cat([positions[:, :-1], block_positions(positions[:, -1:], self.block_size)], dim=1),
             attention_mask=None,
@@ -268,16 +267,6 @@ class RetraceCandidateGenerator(CandidateGenerator):
         # Multimodal (3-D) positions mean nothing to a text drafter, which counts tokens.
         length = input_ids.shape[1]
         return torch.arange(length - num_context - 1, length, device=self.device)[None]
-
-    def _noise_embeds(self, input_ids: torch.LongTensor) -> torch.Tensor:
-        """Target embeddings of `[anchor, mask, ..., mask]`, `[1, B, D]`, without a norm that may be part of them."""
-        embedding = self.target.get_input_embeddings()
-        ids = torch.cat([input_ids[:, -1:].to(self._mask_ids.device), self._mask_ids], dim=1)
-        if getattr(embedding, "embed_norm", None) is not None:
-            # Such modules are an nn.Embedding with a norm behind it. Calling the base class leaves the module as it
-            # is, for other threads that use the same target.
-            return nn.Embedding.forward(embedding, ids)
-        return embedding(ids)
 
     # -- what it proposes --------------------------------------------------------------------------------------------
 

@@ -5,9 +5,7 @@ The demo: one target, one drafter, three prompts, three ways to the same text.
 therefore called "signal off"; (c) ReTrace.
 """
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from .generation import AcceptanceStats, record_acceptance
+from .measure import Run, answer, pool
 from .modeling_retrace import RetraceDrafter
 from .targets import load_target
 
@@ -130,58 +128,6 @@ class OriginPrinter:
     def _raw(self, text: str):
         self.console.file.write(text)
         self.console.file.flush()
-
-
-@dataclass
-class Run:
-    """
-    One answer, or several pooled.
-
-    Args:
-        seconds (`float`): wall-clock time in `generate()`.
-        ids (`list[list[int]]`): the new tokens of each answer.
-        stats (`AcceptanceStats`): its rounds; plain `generate` counts as rounds without a proposal.
-    """
-
-    seconds: float
-    ids: list[list[int]]
-    stats: AcceptanceStats
-
-
-def answer(target, inputs: dict, max_new_tokens: int, drafter=None, streamer=None, **options) -> Run:
-    """
-    Generates one greedy answer and counts its rounds.
-
-    Args:
-        target (`PreTrainedModel`): the model that answers.
-        inputs (`dict`): `input_ids` and `attention_mask`, each `[1, n]`.
-        max_new_tokens (`int`): tokens of the answer at most.
-        drafter (`RetraceDrafter`, *optional*): without it, plain `generate`.
-        streamer (`BaseStreamer`, *optional*): gets the tokens as they come.
-        options: passed to `generate()`, for example `speculation_type="dflash"`.
-    """
-    if drafter is not None:
-        options["assistant_model"] = drafter
-    with record_acceptance() as stats:
-        started = time.perf_counter()
-        output = target.generate(
-            **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, **options
-        )
-        if output.is_cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-    ids = output[0, inputs["input_ids"].shape[1] :].tolist()
-    if drafter is None:
-        # One token a pass: nobody records what has no candidate generator.
-        passes = len(ids) - 1
-        stats = AcceptanceStats(accepted_per_round=[0] * passes, proposed_per_round=[0] * passes, calls=1)
-    return Run(seconds, [ids], stats)
-
-
-def pool(runs: list[Run]) -> Run:
-    """Several runs as one: seconds added, rounds put together."""
-    stats = AcceptanceStats.pooled(run.stats for run in runs)
-    return Run(sum(run.seconds for run in runs), [ids for run in runs for ids in run.ids], stats)
 
 
 def run_demo(target, tokenizer, drafter, prompts: dict[str, str], max_new_tokens: int, console: Console):

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from retrace_hf import RetraceCandidateGenerator, record_acceptance
 from retrace_hf.candidate_generator import check_head, check_pairing, draft_logits
+from retrace_hf.noise import embed_block
 
 from .fixtures import (
     BLOCK_SIZE,
@@ -341,12 +342,11 @@ def test_an_embedding_norm_is_bypassed_without_touching_the_module(target):
             return self.embed_norm(super().forward(ids))
 
     drafter = tiny_drafter(target)
-    generator = RetraceCandidateGenerator(drafter, target, GenerationConfig(max_length=50))
-    expected = generator._noise_embeds(prompt_of(3))
+    expected = embed_block(target.get_input_embeddings(), prompt_of(3), drafter)
     original = target.get_input_embeddings()
     try:
         target.set_input_embeddings(NormedEmbedding(original.weight.detach().clone()))
-        assert torch.equal(generator._noise_embeds(prompt_of(3)), expected)
+        assert torch.equal(embed_block(target.get_input_embeddings(), prompt_of(3), drafter), expected)
     finally:
         target.set_input_embeddings(original)
 

@@ -97,7 +97,7 @@ def test_summary_and_ratio():
 
 def test_results_are_written_whole(tmp_path):
     path = tmp_path / "results.json"
-    write_results(path, {"a": 1.23456})
+    write_results(path, {"a": 1.23456789, "gap": 1.25e-6})
     with pytest.raises(TypeError):
         write_results(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1.2346}
+    assert json.loads(path.read_text()) == {"a": 1.23457, "gap": 1.25e-6}

@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from retrace_hf import RejectedTrajectory
+from retrace_hf.noise import block_tokens
 from retrace_hf.training import rollout
 from retrace_hf.training.rollout import Blocks
 
@@ -109,7 +110,7 @@ def test_a_block_sees_nothing_at_or_behind_its_anchor_but_the_anchor():
     blocks = at(20, 33)
 
     def states(ids):
-        clean = rollout.read_clean_text(target, ids, drafter.config.target_layer_ids, with_cache=False)
+        clean = rollout.read_clean_text(target, ids, drafter.config.target_layer_ids)
         return rollout.draft_blocks(drafter, target.get_input_embeddings(), ids, clean.features, blocks)
 
     before, changed = states(ids), ids.clone()
@@ -127,7 +128,7 @@ def test_an_anchor_drafts_the_same_alone_and_among_many():
     target = tiny_target()
     drafter = randomize(tiny_drafter(target))
     ids, _ = text_of(target)
-    clean = rollout.read_clean_text(target, ids, drafter.config.target_layer_ids)
+    clean = rollout.read_clean_text(target, ids, drafter.config.target_layer_ids, room=3 * BLOCK_SIZE)
     embedding = target.get_input_embeddings()
     many = rollout.draft_blocks(drafter, embedding, ids, clean.features, at(12, 20, 33))
     alone = rollout.draft_blocks(drafter, embedding, ids, clean.features, at(20))
@@ -146,7 +147,7 @@ def test_verification_equals_a_pass_over_the_prefix(family):
     target = tiny_target(family.split("-")[0], **overrides)
     ids, _ = text_of(target)
     blocks, drafted = at(12, 40), torch.randint(0, 190, (1, 2, BLOCK_SIZE - 1))
-    clean = rollout.read_clean_text(target, ids, [1, 3])
+    clean = rollout.read_clean_text(target, ids, [1, 3], room=2 * BLOCK_SIZE)
     length = clean.cache.get_seq_length()
     states = rollout.verify_blocks(target, clean.cache, ids, drafted, blocks)
     assert clean.cache.get_seq_length() == length
@@ -214,7 +215,7 @@ def test_training_equals_decoding_carried_round_included(family, conditioning):
     half_right(target, drafter, ids)
     rounds = decode_rounds(target, drafter, ids, prompt_length=9)
     config, embedding = drafter.config, target.get_input_embeddings()
-    clean = rollout.read_clean_text(target, ids, config.target_layer_ids)
+    clean = rollout.read_clean_text(target, ids, config.target_layer_ids, room=BLOCK_SIZE)
     seen, signals = 0, 0
     for (anchor, decoded), (next_anchor, next_decoded) in zip(rounds, rounds[1:]):
         # Features: all context handed over so far, and nothing else.
@@ -258,7 +259,7 @@ def test_carried_states_are_detached():
 
 def test_noise_is_anchor_then_masks():
     ids = torch.arange(20)[None]
-    noise = rollout.mask_tokens(ids, at(4, 11), MASK_TOKEN_ID, 4)
+    noise = block_tokens(ids[:, [4, 11]], MASK_TOKEN_ID, 4)
     assert noise.tolist() == [[4, *[MASK_TOKEN_ID] * 3, 11, *[MASK_TOKEN_ID] * 3]]
 
 

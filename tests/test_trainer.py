@@ -78,7 +78,7 @@ def test_loss_against_a_loop(target, tmp_path):
     batch = RetraceDataCollator()(rows)
     loss = trainer.compute_loss(drafter, dict(batch)).item()
     blocks = trainer._draw_anchors(batch["loss_mask"], first=0)
-    clean = rollout.read_clean_text(target, batch["input_ids"], drafter.config.target_layer_ids, with_cache=False)
+    clean = rollout.read_clean_text(target, batch["input_ids"], drafter.config.target_layer_ids)
     total, weight = 0.0, 0.0
     with torch.no_grad():
         for b in range(2):
@@ -124,7 +124,7 @@ def test_soft_targets_against_a_loop(target, tmp_path):
     batch = RetraceDataCollator()(rows)
     loss = trainer.compute_loss(drafter, dict(batch)).item()
     blocks = trainer._draw_anchors(batch["loss_mask"], first=0)
-    clean = rollout.read_clean_text(target, batch["input_ids"], drafter.config.target_layer_ids, with_cache=False)
+    clean = rollout.read_clean_text(target, batch["input_ids"], drafter.config.target_layer_ids)
     states = rollout.draft_blocks(drafter, target.get_input_embeddings(), batch["input_ids"], clean.features, blocks)
     total = 0.0
     with torch.no_grad():
@@ -220,8 +220,7 @@ def test_accumulation_changes_nothing(target, tmp_path):
 def test_cached_features_equal_online_ones(target, tmp_path):
     rows, taps = rows_of(target), tiny_drafter(target).config.target_layer_ids
     features = [
-        rollout.read_clean_text(target, torch.tensor([r["input_ids"]]), taps, with_cache=False).features[0].numpy()
-        for r in rows
+        rollout.read_clean_text(target, torch.tensor([r["input_ids"]]), taps).features[0].numpy() for r in rows
     ]
     states = []
     for collator in (RetraceDataCollator(), RetraceDataCollator(features=features)):
@@ -296,7 +295,9 @@ def test_trajectory_may_have_its_own_learning_rate(target, tmp_path):
         assert rates[id(p)] == (0.01 if name.startswith("trajectory.") else 6e-4), name
 
 
-@pytest.mark.parametrize("field, value", [("loss_type", "mse"), ("num_anchors", 0), ("num_carried_rounds", -1), ("soft_share", 1.5)])
+@pytest.mark.parametrize(
+    "field, value", [("loss_type", "mse"), ("num_anchors", 0), ("num_carried_rounds", -1), ("soft_share", 1.5)]
+)
 def test_arguments_that_cannot_be(tmp_path, field, value):
     with pytest.raises(ValueError, match=field):
         arguments(tmp_path, **{field: value})

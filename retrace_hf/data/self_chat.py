@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AttentionInterface, Cache
-from transformers.cache_utils import DynamicLayer
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..roomy_cache import roomy_cache
 from .responses import claim_folder, read_responses, write_responses
 
 
@@ -95,28 +95,6 @@ class _Chat:
         self.user, self.spoken = not self.user, 0
 
 
-class _RoomyLayer(DynamicLayer):
-    """K/V in room made beforehand: a step writes its own row where a DynamicLayer copies all rows before it."""
-
-    def __init__(self, length: int):
-        super().__init__()
-        self.length, self.used, self.room = length, 0, None
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        if self.room is None:
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self.room = [t.new_empty(*t.shape[:2], self.length, t.shape[-1]) for t in (key_states, value_states)]
-        end = self.used + key_states.shape[2]
-        for room, states in zip(self.room, (key_states, value_states)):
-            room[:, :, self.used : end] = states
-        self.used = end
-        self.keys, self.values = (room[:, :, :end] for room in self.room)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return self.used
-
-
 def _grouped_attention(module, query, key, value, attention_mask, **kwargs):
     """A step's heads that share K/V as queries of one head: a quarter of SDPA's time on a CPU in bfloat16."""
     if query.shape[2] > 1 or attention_mask is not None:
@@ -164,7 +142,7 @@ def chat_rows(
     chats = [_Chat(parts, max_user_tokens, max_answer_tokens) for _ in range(num_rows)]
     device = target.get_input_embeddings().weight.device
     config = target.config.get_text_config(decoder=True)
-    cache = Cache(layers=[_RoomyLayer(length) for _ in range(config.num_hidden_layers)])
+    cache = roomy_cache(config.num_hidden_layers, length)
     head = target.get_output_embeddings()
     weight = head.weight.float()  # logits in bfloat16 would tie too often
     bias = None if head.bias is None else head.bias.float()

@@ -81,7 +81,7 @@ def bootstrap_ratio(
 def provenance(data_files: Sequence[str | os.PathLike], **extra) -> dict:
     """Command, revision, versions, hardware and data hashes of this process's measurement."""
     return {
-        "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
+        "command": command_line(),
         "revision": _git_revision(),
         "versions": {"retrace_hf": __version__, **{name: version(name) for name in ("torch", "transformers")}},
         "python": platform.python_version(),
@@ -89,6 +89,12 @@ def provenance(data_files: Sequence[str | os.PathLike], **extra) -> dict:
         "data": {os.path.basename(file): file_hash(file) for file in data_files},
         **extra,
     }
+
+
+def command_line() -> str:
+    """This process's command, without the folders in front of the working one: they say nothing to others."""
+    here = os.getcwd() + os.sep
+    return shlex.join([os.path.basename(sys.executable), *(part.replace(here, "") for part in sys.argv)])
 
 
 def file_hash(path: str | os.PathLike) -> str:
@@ -112,7 +118,7 @@ def write_results(path: str | os.PathLike, results: Mapping) -> None:
 
 def _rounded(value):
     if isinstance(value, float):
-        return round(value, 4)
+        return float(f"{value:.6g}")  # digits, not decimals: gaps between logits are small
     if isinstance(value, Mapping):
         return {k: _rounded(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DFlashCache
 
+from ..candidate_generator import check_pairing, draft_logits
 from ..generation import AcceptanceStats
+from ..noise import block_tokens, embed_block
 from ..positions import block_positions
 from ..training.rollout import (
     Blocks,
     as_attention_takes_it,
     attention_mask,
-    mask_tokens,
     read_clean_text,
     verify_blocks,
 )
@@ -30,7 +31,7 @@ class _Batch(NamedTuple):
 
     index: torch.Tensor
     input_ids: torch.Tensor
-    target_cache: DynamicCache | None
+    target_cache: Cache | None
     draft_cache: DFlashCache
     anchors: torch.Tensor
     last: torch.Tensor
@@ -61,8 +62,9 @@ def roll_out(
         `list[AcceptanceStats]`: one a sequence, in order.
 
     Raises:
-        ValueError: an answer is empty or longer than `max_new_tokens`.
+        ValueError: an answer is empty or longer than `max_new_tokens`, or drafter and target do not belong together.
     """
+    check_pairing(drafter, target)
     for i, (sequence, prompt_length) in enumerate(zip(sequences, prompt_lengths)):
         new = len(sequence) - prompt_length
         if not 1 <= new <= max_new_tokens:
@@ -88,12 +90,13 @@ def _begin(target, drafter, chosen, sequences, prompt_lengths, max_new_tokens) -
         input_ids[row, : len(sequences[i])] = torch.tensor(sequences[i])
     input_ids = input_ids.to(device)
     prompts = torch.tensor([prompt_lengths[i] for i in chosen], device=device)
-    clean = read_clean_text(target, input_ids, config.target_layer_ids, with_cache=config.conditioning == "corrected")
+    room = config.block_size if config.conditioning == "corrected" else None
+    clean = read_clean_text(target, input_ids, config.target_layer_ids, room)
     batch = _Batch(
         index=torch.tensor(chosen),
         input_ids=input_ids,
         target_cache=clean.cache,
-        draft_cache=_context_cache(drafter, clean.features),
+        draft_cache=_context_cache(drafter, clean.features.to(device=drafter.device, dtype=drafter.dtype)),
         anchors=prompts,
         last=torch.tensor([len(sequences[i]) - 1 for i in chosen], device=device),
         limit=prompts + max_new_tokens - 1,
@@ -123,7 +126,7 @@ def _round(target, drafter, batch: _Batch, stats: list[AcceptanceStats]) -> _Bat
     config = drafter.config
     slots = torch.arange(1, config.block_size, device=batch.anchors.device)
     states = _draft(target, drafter, batch)  # [b, B, D]
-    drafted = target.get_output_embeddings()(states[:, 1:]).argmax(dim=-1)  # [b, B - 1]
+    drafted = draft_logits(target, states[:, 1:]).argmax(dim=-1)  # [b, B - 1]
     proposed = (batch.limit - batch.anchors - 1).clamp(max=config.block_size - 1)
     places = (batch.anchors[:, None] + slots).clamp(max=batch.input_ids.shape[1] - 1)
     right = (drafted == batch.input_ids.gather(1, places)) & (slots <= proposed[:, None])
@@ -150,8 +153,8 @@ def _blocks(anchors: torch.Tensor) -> Blocks:
 def _draft(target, drafter, batch: _Batch) -> torch.Tensor:
     config = drafter.config
     blocks = _blocks(batch.anchors)
-    ids = mask_tokens(batch.input_ids, blocks, config.mask_token_id, config.block_size)
-    embeds = target.get_input_embeddings()(ids)
+    ids = block_tokens(batch.input_ids.gather(1, blocks.anchors), config.mask_token_id, config.block_size)
+    embeds = embed_block(target.get_input_embeddings(), ids, drafter)
     mask = attention_mask(blocks, batch.input_ids.shape[1], config.block_size, causal=False)
     states = drafter(
         noise_embeds=embeds,

@@ -6,10 +6,12 @@ Shapes: b sequences of S tokens, N anchors each, blocks of B slots. `Blocks` nam
 from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ..context import captured_layers, gather_context_states
+from ..noise import block_tokens, embed_block
 from ..positions import block_positions
+from ..roomy_cache import roomy_cache
 from ..trajectory import RejectedTrajectory, align_trajectory
 
 
@@ -27,7 +29,7 @@ class TargetPass(NamedTuple):
 
     features: torch.Tensor
     last: torch.Tensor
-    cache: DynamicCache | None
+    cache: Cache | None
 
 
 def eligible_anchors(loss_mask: torch.Tensor) -> torch.Tensor:
@@ -38,7 +40,7 @@ def eligible_anchors(loss_mask: torch.Tensor) -> torch.Tensor:
 
 
 def sample_anchors(loss_mask: torch.Tensor, num_anchors: int, generators: list[torch.Generator]) -> Blocks:
-    """Draws up to `num_anchors` different anchors a sequence, ascending.
+    """Draws up to `num_anchors` different anchors a sequence, ascending; as many columns as the longest row has.
 
     Args:
         loss_mask (`torch.BoolTensor` of shape `[b, S]`): Answer tokens.
@@ -46,11 +48,15 @@ def sample_anchors(loss_mask: torch.Tensor, num_anchors: int, generators: list[t
         generators (`list[torch.Generator]`): One CPU generator a sequence, so that a sequence's anchors do not depend
             on its neighbours in the batch.
     """
-    anchors = torch.zeros(loss_mask.shape[0], num_anchors, dtype=torch.long)
-    valid = torch.zeros(loss_mask.shape[0], num_anchors, dtype=torch.bool)
-    for i, (row, generator) in enumerate(zip(eligible_anchors(loss_mask).cpu(), generators)):
+    drawn = []
+    for row, generator in zip(eligible_anchors(loss_mask).cpu(), generators):
         places = row.nonzero().squeeze(-1)
-        places = places[torch.randperm(len(places), generator=generator)[:num_anchors]].sort().values
+        drawn.append(places[torch.randperm(len(places), generator=generator)[:num_anchors]].sort().values)
+    # One column at least, so that a process whose rows have no answer still runs its drafter.
+    columns = max(1, *(len(places) for places in drawn))
+    anchors = torch.zeros(len(drawn), columns, dtype=torch.long)
+    valid = torch.zeros(len(drawn), columns, dtype=torch.bool)
+    for i, places in enumerate(drawn):
         anchors[i, : len(places)] = places
         valid[i, : len(places)] = True
     return Blocks(anchors.to(loss_mask.device), valid.to(loss_mask.device))
@@ -124,16 +130,16 @@ def as_attention_takes_it(mask: torch.Tensor, model: PreTrainedModel, dtype: tor
 
 @torch.no_grad()
 def read_clean_text(
-    target: PreTrainedModel, input_ids: torch.Tensor, target_layer_ids: list[int], with_cache: bool = True
+    target: PreTrainedModel, input_ids: torch.Tensor, target_layer_ids: list[int], room: int | None = None
 ) -> TargetPass:
-    """The frozen target over the clean tokens `[b, S]` (right-padded): tapped states, and K/V for verification."""
+    """The frozen target over the clean tokens `[b, S]` (right-padded): tapped states, and K/V for verification with
+    room for so many drafted tokens, where `room` is given."""
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    # A plain DynamicCache keeps every position, also for sliding-window layers: the masks do the windowing.
-    cache = DynamicCache() if with_cache else None
+    cache = None if room is None else roomy_cache(layers, input_ids.shape[1] + room)
     out = target.get_decoder()(
         input_ids,
         cache=cache,
-        use_cache=with_cache,
+        use_cache=cache is not None,
         output_hidden_states=captured_layers(target_layer_ids, layers, with_last=False),
     )
     return TargetPass(gather_context_states(out.hidden_states, target_layer_ids), out.last_hidden_state, cache)
@@ -160,35 +166,27 @@ def draft_blocks(
     Returns:
         `torch.Tensor` of shape `[b, N, B, D]`: last hidden states after the final norm.
     """
-    config = getattr(drafter, "module", drafter).config
+    module = getattr(drafter, "module", drafter)
+    config = module.config
     batch_size, num_anchors = blocks.anchors.shape
-    block_ids = mask_tokens(input_ids, blocks, config.mask_token_id, config.block_size)
-    with torch.no_grad():
-        noise_embeds = embedding(block_ids)
+    block_ids = block_tokens(input_ids.gather(1, blocks.anchors), config.mask_token_id, config.block_size)
     context_positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(batch_size, -1)
     positions = torch.cat([context_positions, block_positions(blocks.anchors, config.block_size)], dim=1)
     mask = attention_mask(blocks, input_ids.shape[1], config.block_size, causal=False)
     states = drafter(
-        noise_embeds=noise_embeds,
-        context_hidden_states=features.to(noise_embeds.dtype),
+        noise_embeds=embed_block(embedding, block_ids, module),
+        context_hidden_states=features.to(device=module.device, dtype=module.dtype),
         position_ids=positions,
-        attention_mask=as_attention_takes_it(mask, getattr(drafter, "module", drafter), noise_embeds.dtype),
+        attention_mask=as_attention_takes_it(mask, module, module.dtype),
         trajectory=trajectory,
     ).last_hidden_state
     return states.view(batch_size, num_anchors, config.block_size, -1)
 
 
-def mask_tokens(input_ids: torch.Tensor, blocks: Blocks, mask_token_id: int, block_size: int) -> torch.Tensor:
-    """`[b, N * B]`: the anchor's token in slot 0, the mask token in all others."""
-    anchor_ids = input_ids.gather(1, blocks.anchors)  # [b, N]
-    masks = anchor_ids.new_full((*anchor_ids.shape, block_size - 1), mask_token_id)
-    return torch.cat([anchor_ids[..., None], masks], dim=-1).flatten(1)
-
-
 @torch.no_grad()
 def verify_blocks(
     target: PreTrainedModel,
-    cache: DynamicCache,
+    cache: Cache,
     input_ids: torch.Tensor,
     drafted: torch.Tensor,
     blocks: Blocks,
@@ -196,7 +194,7 @@ def verify_blocks(
     """The frozen target over all drafted blocks in one forward; `cache` is given back as it came.
 
     Args:
-        cache (`DynamicCache`): K/V over the `S` clean tokens.
+        cache (`Cache`): K/V over the `S` clean tokens, with room for the drafted ones.
         input_ids (`torch.LongTensor` of shape `[b, S]`): Clean tokens.
         drafted (`torch.LongTensor` of shape `[b, N, B - 1]`): Proposals of slots 1..B-1.
 
@@ -226,6 +224,11 @@ def _windowed_masks(mask: torch.Tensor, positions: torch.Tensor, length: int, ta
     full = as_attention_takes_it(mask, target, dtype)
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or [])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"The target has layers of {sorted(kinds - {'full_attention', 'sliding_attention'})}, over which drafted "
+            "blocks cannot be verified in training; use conditioning='gated', which needs no verification."
+        )
     if not window or kinds == {"full_attention"}:
         return full
     keys = torch.arange(length, device=mask.device).expand(mask.shape[0], -1)

@@ -139,7 +139,8 @@ class RetraceTrainer(Trainer):
         # Only the correction reads the target's states on the drafts; all else does without verification.
         verifies = config.conditioning == "corrected" and self.args.num_carried_rounds > 0
         with self._as_generate_runs_it():
-            features, last, cache = self._read_text(inputs, with_cache=verifies)
+            room = blocks.anchors.shape[1] * config.block_size if verifies else None
+            features, last, cache = self._read_text(inputs, room)
 
         losses, trajectory = [], None
         embedding = self.target.get_input_embeddings()
@@ -167,12 +168,13 @@ class RetraceTrainer(Trainer):
         autocast are not those that drafting sees."""
         return torch.autocast(self.args.device.type, enabled=False)
 
-    def _read_text(self, inputs: dict, with_cache: bool):
-        """Features, the target's last states where the loss needs them, and its K/V where asked for."""
+    def _read_text(self, inputs: dict, room: int | None):
+        """Features, the target's last states where the loss needs them, and its K/V where there must be `room` for
+        drafted tokens behind them."""
         soft = self.args.soft_share > 0
         features, last = inputs.get("context_hidden_states"), inputs.get("target_last_states")
-        if with_cache or features is None or (soft and last is None):
-            clean = read_clean_text(self.target, inputs["input_ids"], self._config.target_layer_ids, with_cache)
+        if room is not None or features is None or (soft and last is None):
+            clean = read_clean_text(self.target, inputs["input_ids"], self._config.target_layer_ids, room)
             return clean.features, clean.last if soft else None, clean.cache
         return features, last if soft else None, None
 
