@@ -67,10 +67,8 @@ class ScriptArguments:
 
 def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
     if script.init_from is not None:
-        drafter = RetraceDrafter.from_dflash(script.init_from, conditioning=script.conditioning)
-        if script.block_size is not None:
-            drafter.config.block_size = script.block_size
-        return drafter
+        changes = {} if script.block_size is None else {"block_size": script.block_size}
+        return RetraceDrafter.from_dflash(script.init_from, conditioning=script.conditioning, **changes)
     if script.mask_token not in tokenizer.get_vocab():
         raise ValueError(f"--mask_token {script.mask_token!r} is not in the vocabulary of {script.target}.")
     return RetraceDrafter.from_target(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -118,7 +119,14 @@ def _rope(raw: dict, layout: str) -> dict:
 def _local_folder(path: str | os.PathLike) -> Path:
     if Path(path).is_dir():
         return Path(path)
-    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
+    except (HFValidationError, OSError) as error:  # not an id; no such repository, no Hub
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{path} is neither a folder nor a repository that the Hub has ({type(error).__name__}: {why}). Give the "
+            "folder of a DFlash checkpoint, or its Hub id."
+        ) from error
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:

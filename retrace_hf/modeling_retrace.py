@@ -333,6 +333,12 @@ class RetraceDrafter(RetracePreTrainedModel):
                 f"The checkpoint is not the DFlash that its config describes. Missing: {sorted(backbone - set(state))}"
                 f"; unknown: {sorted(set(state) - backbone)}."
             )
+        shapes = {k: (tuple(state[k].shape), tuple(v.shape)) for k, v in drafter.state_dict().items() if k in state}
+        bad = [f"{k} is {found}, not {wanted}" for k, (found, wanted) in shapes.items() if found != wanted]
+        if bad:
+            raise ValueError(
+                f"The checkpoint's weights do not have the shapes that its config gives: {'; '.join(bad)}."
+            )
         drafter.load_state_dict(state, strict=False)
         return drafter.to(next(iter(state.values())).dtype).eval()
 

@@ -142,3 +142,16 @@ def test_a_retrace_checkpoint_is_not_a_dflash(tmp_path):
     tiny_drafter(tiny_target("qwen3")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="from_pretrained"):
         RetraceDrafter.from_dflash(tmp_path)
+
+
+def test_a_folder_that_is_not_there_and_weights_of_another_shape(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for missing in ("runs/not there/at all", "org/not-there"):
+        with pytest.raises(ValueError, match=f"{missing} is neither a folder nor a repository"):
+            RetraceDrafter.from_dflash(missing)
+    drafter = tiny_drafter(tiny_target(), conditioning="none")
+    drafter.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate_proj\.weight is \(64, 32\), not \(80, 32\)"):
+        RetraceDrafter.from_dflash(tmp_path)

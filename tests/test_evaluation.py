@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from retrace_hf import AcceptanceStats, RetraceDrafter, record_acceptance
-from retrace_hf.evaluation import bootstrap_ratio, roll_out, summarize, write_results
+from retrace_hf.evaluation import KeptLines, bootstrap_ratio, roll_out, summarize, write_results
+from retrace_hf.evaluation.results import command_line
 
 from .fixtures import plain, prompt_of, randomize, tiny_drafter, tiny_target
 from .test_trainer import make_trainer
@@ -101,3 +102,29 @@ def test_results_are_written_whole(tmp_path):
     with pytest.raises(TypeError):
         write_results(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1.23457, "gap": 1.25e-6}
+
+
+def test_kept_lines_survive_a_kill_and_do_not_mix(tmp_path):
+    path = tmp_path / "folder" / "lines.jsonl"
+    kept = KeptLines(path, {"weights": "a"})
+    assert "x" not in kept and not path.exists()
+    kept.add({"id": "x", "value": 1})
+    kept.add({"id": "y", "value": 2})
+    with path.open("a") as file:
+        file.write('{"id": "z", "val')
+    again = KeptLines(path, {"weights": "a"})
+    assert set(again.rows) == {"x", "y"} and again["y"]["value"] == 2
+    again.add({"id": "z", "value": 3})
+    other = KeptLines(path, {"weights": "b"})
+    assert not other.rows
+    other.add({"id": "x", "value": 9})
+    assert (
+        KeptLines(path, {"weights": "a"})["x"]["value"] == 1 and KeptLines(path, {"weights": "b"})["x"]["value"] == 9
+    )
+
+
+def test_commands_name_no_folder_in_front_of_the_working_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["examples/run.py", f"--output={tmp_path}/runs/a b", "runs/c"])
+    command = command_line()
+    assert str(tmp_path) not in command and command.endswith("examples/run.py '--output=runs/a b' runs/c")

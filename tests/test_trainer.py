@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments, record_acceptance
 from retrace_hf.training import rollout
 from retrace_hf.training import trainer as trainer_module
+from retrace_hf.trajectory import align_trajectory
 
 from .fixtures import BLOCK_SIZE, plain, prompt_of, randomize, tiny_drafter, tiny_target
 
@@ -95,6 +96,54 @@ def test_loss_against_a_loop(target, tmp_path):
                     total -= w * float(logp[ids[0, anchor + slot]])
                     weight += w
     assert_close(loss, total / weight, rtol=1e-4, atol=1e-5)
+
+
+def test_carried_rounds_against_a_loop(target, tmp_path):
+    """A fresh round and two carried ones, block by block: each drafted with what its own last round left, each counted
+    alike, all divided by the fresh round's blocks."""
+    drafter, rows = randomize(tiny_drafter(target)), rows_of(target, count=2)
+    trainer = make_trainer(drafter, target, tmp_path, rows, num_carried_rounds=2, loss_type="dpace")
+    batch = RetraceDataCollator()(rows)
+    loss = trainer.compute_loss(drafter, dict(batch)).item()
+    drawn = trainer._draw_anchors(batch["loss_mask"], first=0)
+    taps, embedding, total, kept = drafter.config.target_layer_ids, target.get_input_embeddings(), 0.0, 0
+    with torch.no_grad():
+        for b in range(2):
+            ids, mask = batch["input_ids"][b : b + 1], batch["loss_mask"][b]
+            features = rollout.read_clean_text(target, ids, taps).features
+            for anchor in drawn.anchors[b].tolist():
+                signal = None
+                for _ in range(3):
+                    one = rollout.Blocks(torch.tensor([[anchor]]), torch.tensor([[True]]))
+                    states = rollout.draft_blocks(drafter, embedding, ids, features, one, signal)
+                    logp = target.lm_head(states[0, 0]).log_softmax(-1)
+                    count = min(BLOCK_SIZE - 1, int(mask[anchor + 1 :].sum()))
+                    right = ids[0, anchor + 1 : anchor + 1 + count]
+                    ce = -logp[1 : 1 + count].gather(1, right[:, None])[:, 0]
+                    confidence = 0.5 * torch.exp(-ce) + 0.5
+                    for k in range(count):
+                        total += float(ce[k]) * float(confidence.cumprod(0)[k:].sum())
+                    drafted = logp[1:].argmax(-1)
+                    wrong = (drafted[:count] != right).nonzero()
+                    accepted = int(wrong[0]) if len(wrong) else count
+                    prefix = torch.cat([ids[:, : anchor + 1], drafted[None]], dim=1)
+                    verified = target.get_decoder()(prefix, use_cache=False).last_hidden_state[:, anchor:]
+                    signal = align_trajectory(states[0], verified, accepted + 1, BLOCK_SIZE - 1)
+                    kept += 1
+                    anchor += accepted + 1
+                    if anchor + 1 >= ids.shape[1]:
+                        break
+    assert kept > 2 * int(drawn.valid.sum())
+    assert_close(loss, total / (3 * int(drawn.valid.sum())), rtol=1e-4, atol=1e-5)
+
+
+def test_seeds_and_steps_draw_other_anchors(target, tmp_path):
+    rows, drafter = rows_of(target, count=2), tiny_drafter(target)
+    mask = RetraceDataCollator()(rows)["loss_mask"]
+    trainers = [make_trainer(drafter, target, tmp_path, rows, seed=seed) for seed in (1, 1, 2)]
+    first, same, other = (t._draw_anchors(mask, first=0).anchors for t in trainers)
+    assert torch.equal(first, same) and not torch.equal(first, other)
+    assert not torch.equal(first, trainers[0]._draw_anchors(mask, first=2).anchors)
 
 
 def test_loss_on_seen_tokens(target, tmp_path):
@@ -196,6 +245,22 @@ def test_muon_moves_matrices_and_resumes(target, tmp_path):
     )
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_tau_of_training_and_of_evaluation_are_logged_apart(target, tmp_path):
+    """Evaluated on a text it has learnt by heart, while it trains on another."""
+    drafter, rows = tiny_drafter(target, conditioning="none"), rows_of(target, count=2)
+    options = {"num_carried_rounds": 0, "per_device_train_batch_size": 1, "num_anchors": 32, "learning_rate": 5e-3}
+    make_trainer(drafter, target, tmp_path, rows[:1], max_steps=60, **options).train()
+    trainer = make_trainer(drafter, target, tmp_path, rows[1:], max_steps=2, logging_steps=1, **options)
+    trainer.train()
+    known = trainer.evaluate(Dataset.from_list(rows[:1]))
+    history = trainer.state.log_history
+    trained = [entry["tau_fresh"] for entry in history if "tau_fresh" in entry]
+    evaluated = [entry["eval_tau_fresh"] for entry in history if "eval_tau_fresh" in entry]
+    assert len(trained) == 2 and len(evaluated) == 1 and evaluated[0] > 2 * max(trained)
+    assert not any("tau_fresh" in entry and "eval_loss" in entry for entry in history)
+    assert known["eval_loss"] > 0
 
 
 def test_accumulation_changes_nothing(target, tmp_path):

@@ -60,7 +60,8 @@ class RetraceTrainer(Trainer):
         if data_collator is None:
             data_collator = RetraceDataCollator(pad_token_id=model.config.pad_token_id or 0)
         self.target = target.requires_grad_(False).eval()
-        self._sums = defaultdict(float)
+        # By whether they come from training or evaluation; accepted + 1 and blocks by round.
+        self._sums = {True: defaultdict(float), False: defaultdict(float)}
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         # The loss comes out normalised over the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
@@ -243,15 +244,16 @@ class RetraceTrainer(Trainer):
     def _record(self, carried: int, loss: torch.Tensor, accepted: torch.Tensor, blocks: Blocks):
         """Acceptance by round on training text, summed on the device and read only when logged."""
         name = "fresh" if carried == 0 else f"carried_{carried}"
-        self._sums[f"{name}/accepted"] += ((accepted + 1) * blocks.valid).sum().detach()
-        self._sums[f"{name}/blocks"] += blocks.valid.sum()
+        sums = self._sums[self.model.training]
+        sums[name] = sums[name] + torch.stack([((accepted + 1) * blocks.valid).sum(), blocks.valid.sum()]).detach()
 
     def log(self, logs: dict, *args, **kwargs):
-        names = {key.split("/")[0] for key in self._sums}
-        for name in sorted(names):
-            blocks = max(float(self._sums[f"{name}/blocks"]), 1.0)
-            logs[f"tau_{name}"] = round(float(self._sums[f"{name}/accepted"]) / blocks, 4)
-        self._sums.clear()
+        evaluates = any(key.startswith("eval_") for key in logs)
+        sums, prefix = self._sums[not evaluates], "eval_" if evaluates else ""
+        for name in sorted(sums):
+            yielded, blocks = self.accelerator.reduce(sums[name].float(), reduction="sum").tolist()
+            logs[f"{prefix}tau_{name}"] = round(yielded / max(blocks, 1.0), 4)
+        sums.clear()
         super().log(logs, *args, **kwargs)
 
 

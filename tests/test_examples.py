@@ -1,0 +1,109 @@
+"""The scripts a user copies, one after the other on a tiny target: chats, training, measuring, shipping."""
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrace_hf import RetraceDrafter
+
+from .fixtures import tiny_target
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STEPS = ["--max_steps", "4", "--per_device_train_batch_size", "2", "--num_anchors", "4", "--use_cpu", "True"]
+STEPS += ["--report_to", "none", "--disable_tqdm", "True", "--save_steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Runs an example in this process, as `python examples/NAME ARGUMENTS...` would."""
+
+    def run(name, *arguments):
+        argv, sys.argv = sys.argv, [f"examples/{name}", *map(str, arguments)]
+        try:
+            return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        finally:
+            sys.argv = argv
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(smollm2, run, tmp_path_factory):
+    """A tiny target with SmolLM2's tokenizer, chats of it, a stage-1 drafter and a ReTrace trained from that."""
+    folder, tokenizer = tmp_path_factory.mktemp("examples"), smollm2[1]
+    target = tiny_target("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    chats = ["--output_dir", folder / "chats", "--num_tokens", 6 * 180, "--batch_size", 6, "--length", 180]
+    run("self_chat.py", "--target", folder / "target", *chats)
+    common = ["--target", folder / "target", "--responses", folder / "chats" / "self_chat_00000.jsonl.gz", *STEPS]
+    new = ["--conditioning", "none", "--num_carried_rounds", 0, "--num_draft_layers", 2, "--target_layer_ids", 1, 3]
+    stage1 = ["--features_dir", folder / "features", "--soft_share", 0.5, "--muon", "True"]
+    run("train_retrace.py", *common, *new, *stage1, "--block_size", 5, "--output_dir", folder / "stage1")
+    after = ["--init_from", folder / "stage1", "--output_dir", folder / "corrected", "--block_size", 8]
+    run("train_retrace.py", *common, *after, "--num_carried_rounds", 2)
+    return folder, common
+
+
+def test_training_leaves_a_drafter_and_a_note(folder):
+    folder, _ = folder
+    for name, conditioning, block_size in (("stage1", "none", 5), ("corrected", "corrected", 8)):
+        config = RetraceDrafter.from_pretrained(folder / name).config
+        assert (config.conditioning, config.block_size) == (conditioning, block_size)
+        note = json.loads((folder / name / "training.json").read_text())
+        assert note["arguments"]["max_steps"] == 4 and list(note["data"]) == ["self_chat_00000.jsonl.gz"]
+        assert (note["init_from"] is None) == (name == "stage1")
+
+
+def test_training_goes_on_behind_a_checkpoint_that_was_cut_short(folder, run, tmp_path):
+    folder, common = folder
+    shutil.copytree(folder / "corrected" / "checkpoint-2", tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
+    run("train_retrace.py", *common, "--init_from", folder / "stage1", "--block_size", 8, "--num_carried_rounds", 2,
+        "--output_dir", tmp_path)  # fmt: skip
+    whole = RetraceDrafter.from_pretrained(folder / "corrected").state_dict()
+    for name, weight in RetraceDrafter.from_pretrained(tmp_path).state_dict().items():
+        assert weight.equal(whole[name]), name
+
+
+def test_training_refuses_another_conditioning_and_an_unknown_mask_token(folder, run, tmp_path):
+    folder, common = folder
+    with pytest.raises(ValueError, match="was trained with --conditioning corrected, not none"):
+        run("train_retrace.py", *common, "--conditioning", "none", "--output_dir", folder / "corrected")
+    with pytest.raises(ValueError, match="<no such token>"):
+        run("train_retrace.py", *common, "--mask_token", "<no such token>", "--output_dir", tmp_path)
+
+
+def test_measuring_and_shipping(folder, run, tmp_path, monkeypatch):
+    folder, _ = folder
+    monkeypatch.chdir(tmp_path)
+    run("ship_drafter.py", folder / "corrected", tmp_path / "card")
+    assert RetraceDrafter.from_pretrained(tmp_path / "card").config.conditioning == "corrected"
+    arms = ["--arm", f"stage1={folder / 'stage1'}", "--arm", f"corrected={tmp_path / 'card'}", "--baseline", "stage1"]
+    options = ["--target", folder / "target", "--limit", 2, "--max-new-tokens", 20, "--output", "out/results.json"]
+    run("evaluate_drafters.py", *options, *arms, "--generate", "corrected", "--generate-limit", 1)
+    results = json.loads(Path("out/results.json").read_text())
+    assert set(results["variants"]) == {"stage1", "corrected", "plain", "corrected_generate", "signal_off"}
+    assert results["variants"]["corrected_generate"]["all"]["equal_to_plain"] == 3
+    assert results["variants"]["plain"]["all"]["acceptance_length"] == 1.0
+    assert results["provenance"]["arms"]["corrected"]["training"]["arguments"]["num_carried_rounds"] == 2
+    assert 0 < results["conditioning_cost"]["share"] < 1
+
+    # The same weights are read from what was kept; others are measured anew.
+    kept = Path("out/results.json.arms.jsonl").read_text()
+    run("evaluate_drafters.py", *options, *arms)
+    assert Path("out/results.json.arms.jsonl").read_text() == kept
+    run("evaluate_drafters.py", *options, "--arm", f"stage1={folder / 'corrected'}")
+    assert Path("out/results.json.arms.jsonl").read_text().count("\n") == kept.count("\n") + 6
+
+    Path("out/results.json").write_text(json.dumps(results))
+    run("ship_drafter.py", "--results", "out/results.json", tmp_path / "card")
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert f"{results['variants']['corrected']['all']['acceptance_length']:.3f}" in card
+    assert (tmp_path / "card" / "training.json").is_file() and not list((tmp_path / "card").glob("*.part"))
