@@ -2,48 +2,65 @@
 # Trains and measures the drafter of model_cards/retrace-smollm2-135m, as it was, on a CPU. Each command goes on where
 # it was stopped, so the script can be run in sittings.
 #
-#     examples/smollm2.sh              # stage 1, the SFT control, ReTrace and its ablations, then results.json
+#     examples/smollm2.sh              # data, stage 1, the SFT control, ReTrace and its ablations, then results.json
 #     SEED=1 RUNS=runs/seed1 examples/smollm2.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 RUNS=${RUNS:-runs/smollm2}
-FEATURES=${FEATURES:-$RUNS/features}
 SEED=${SEED:-0}
 PYTHON=${PYTHON:-.venv/bin/python}
+CARD=model_cards/retrace-smollm2-135m
 # Large tensors come and go every step. Without these glibc gives their pages back each time, and the step takes three
 # times as long.
 export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-common=(--responses examples/data/responses_0.jsonl.gz --loss_type dpace --weight_decay 0.01 --loss_chunk_size 512
-    --bf16 True --use_cpu True --logging_steps 25 --save_total_limit 2 --report_to none --disable_tqdm True
-    --seed "$SEED")
+common=(--loss_type dpace --bf16 True --use_cpu True --logging_steps 25 --save_total_limit 2 --report_to none
+    --disable_tqdm True)
 
 train() { # NAME ARGUMENTS...: does nothing where the run has ended
     local name=$1
     shift
-    if [ ! -f "$RUNS/$name/model.safetensors" ]; then
+    if [ ! -f "$RUNS/$name/training.json" ]; then
         mkdir -p "$RUNS"
         "$PYTHON" examples/train_retrace.py "${common[@]}" "$@" --output_dir "$RUNS/$name" 2>&1 |
             tee -a "$RUNS/$name.log"
     fi
 }
 
-arm() { # NAME CONDITIONING: from the stage-1 drafter, all with the same blocks and steps
-    local features=(--features_dir "$FEATURES")
-    if [ "$2" = corrected ]; then features=(); fi # it reads the target's states on its own drafts
-    train "$1" --init_from "$RUNS/stage1" --conditioning "$2" --num_carried_rounds 2 "${features[@]}" \
-        --learning_rate 5e-4 --trajectory_learning_rate 1e-3 --max_steps 400 --per_device_train_batch_size 2 \
-        --num_anchors 32 --save_steps 100
-}
+# -- data: the answers in examples/data, and chats of the target with itself ------------------------------------------
+"$PYTHON" examples/self_chat.py --num_tokens 614400 --dtype bfloat16 --seed 1000 --output_dir "$RUNS/self_chat"
+answers=(--responses examples/data/responses_0.jsonl.gz)
+all=(--responses examples/data/responses_0.jsonl.gz "$RUNS"/self_chat/*.jsonl.gz)
 
-train stage1 --conditioning none --num_carried_rounds 0 --features_dir "$FEATURES" --target_layer_ids 1 8 14 20 27 \
-    --num_draft_layers 3 --block_size 8 --loss_on_seen_tokens True --learning_rate 1.5e-3 --max_steps 1900 \
-    --per_device_train_batch_size 4 --num_anchors 64 --save_steps 300
+# -- stage 1, DFlash: hard labels first, then Muon, soft targets and more varied text; last with whole blocks ----------
+train stage1a "${answers[@]}" --features_dir "$RUNS/features" --conditioning none --num_carried_rounds 0 \
+    --target_layer_ids 1 8 14 20 27 --num_draft_layers 3 --block_size 8 --loss_on_seen_tokens True \
+    --learning_rate 1.5e-3 --weight_decay 0.01 --max_steps 1900 --per_device_train_batch_size 4 --num_anchors 64 \
+    --loss_chunk_size 512 --save_steps 300 --seed 0
+soft=("${all[@]}" --features_dir "$RUNS/features_soft" --target_dtype bfloat16 --conditioning none
+    --num_carried_rounds 0 --loss_on_seen_tokens True --soft_share 0.5 --muon True --weight_decay 0.1
+    --warmup_steps 20 --per_device_train_batch_size 8 --num_anchors 64 --loss_chunk_size 256 --save_steps 100)
+train stage1b "${soft[@]}" --init_from "$RUNS/stage1a" --block_size 5 --max_steps 1100 --learning_rate 1.2e-3 \
+    --lr_scheduler_type constant_with_warmup --seed 1
+train stage1 "${soft[@]}" --init_from "$RUNS/stage1b" --block_size 8 --max_steps 400 --learning_rate 1e-3 \
+    --lr_scheduler_type cosine --seed 2
+
+# -- stage 2: every arm from the same stage-1 drafter, with the same blocks, steps and features in float32 -------------
+arm() { # NAME CONDITIONING
+    local features=(--features_dir "$RUNS/features")
+    if [ "$2" = corrected ]; then features=(); fi # it reads the target's states on its own drafts, beside the features
+    train "$1" "${answers[@]}" "${features[@]}" --init_from "$RUNS/stage1" --conditioning "$2" --num_carried_rounds 2 \
+        --learning_rate 5e-4 --trajectory_learning_rate 1e-3 --weight_decay 0.01 --max_steps 400 \
+        --per_device_train_batch_size 2 --num_anchors 32 --loss_chunk_size 512 --save_steps 100 --seed "$SEED"
+}
 arm corrected corrected
 arm sft none
 arm gated gated
 arm overwrite overwrite
 
-"$PYTHON" examples/evaluate_drafters.py --output "$RUNS/results.json" --answers "$RUNS/answers.jsonl" \
-    --arm stage1="$RUNS/stage1" --arm sft="$RUNS/sft" --arm overwrite="$RUNS/overwrite" --arm gated="$RUNS/gated" \
-    --arm corrected="$RUNS/corrected" --generate corrected
+# -- ship, then measure what is shipped --------------------------------------------------------------------------------
+"$PYTHON" examples/ship_drafter.py "$RUNS/corrected" "$CARD"
+"$PYTHON" examples/evaluate_drafters.py --output "$RUNS/results.json" --arm stage1="$RUNS/stage1" \
+    --arm sft="$RUNS/sft" --arm overwrite="$RUNS/overwrite" --arm gated="$RUNS/gated" --arm corrected="$CARD" \
+    --generate corrected
+"$PYTHON" examples/ship_drafter.py --results "$RUNS/results.json" "$CARD"

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
@@ -778,3 +779,16 @@ def test_right_and_wrong_drafters_are_what_they_say(target):
         with record_acceptance() as stats:
             plain(target, prompt, assistant_model=make(tiny_drafter(target), target, sequence))
         assert set(stats.accepted_per_round) == {accepted}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_the_head_over_few_rows_is_the_head(target, bias, monkeypatch):
+    """On a CPU the draft's rows go through another order of the same product; a head that is more than its weights
+    is called as it is."""
+    head, hidden = torch.nn.Linear(32, 200, bias=bias), torch.randn(1, BLOCK_SIZE - 1, 32)
+    monkeypatch.setattr(target, "get_output_embeddings", lambda: head)
+    assert_close(draft_logits(target, hidden), head(hidden), rtol=1e-5, atol=1e-5)
+    assert torch.equal(draft_logits(target, hidden[:, :0]), head(hidden[:, :0]))
+    head.register_forward_hook(lambda module, args, out: out + 1)
+    assert torch.equal(draft_logits(target, hidden), head(hidden))
