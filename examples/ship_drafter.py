@@ -40,8 +40,8 @@ drafter = retrace_hf.RetraceDrafter.from_pretrained("model_cards/retrace-smollm2
 target.generate(**inputs, assistant_model=drafter)
 ```
 
-Trained from SmolLM2's own greedy answers ({data}) by `examples/smollm2.sh`; the logs are in `training/`. The weights
-are stored in float16 and load as float32.
+Trained on text that SmolLM2 wrote itself{data} by `examples/smollm2.sh`. The weights are stored in float16 and load as
+float32.
 
 ## Results
 
@@ -73,26 +73,31 @@ def ship_weights(run: Path, folder: Path):
 def ship_results(results_file: Path, folder: Path):
     shutil.copyfile(results_file, folder / "results.json.part")
     os.replace(folder / "results.json.part", folder / "results.json")
-    card = render_card(json.loads(results_file.read_text()), RetraceDrafter.from_pretrained(folder))
+    note = folder / "training.json"
+    training = json.loads(note.read_text()) if note.is_file() else {}
+    card = render_card(json.loads(results_file.read_text()), RetraceDrafter.from_pretrained(folder), training)
     (folder / "README.md.part").write_text(card, encoding="utf-8")
     os.replace(folder / "README.md.part", folder / "README.md")
 
 
-def render_card(results: dict, drafter: RetraceDrafter) -> str:
+def render_card(results: dict, drafter: RetraceDrafter, training: dict) -> str:
     source = results["provenance"]
     count = next(iter(results["variants"].values()))["all"]["prompts"]
     return CARD.format(
         layers=drafter.config.num_hidden_layers,
         block=drafter.config.block_size,
         parameters=round(sum(p.numel() for p in drafter.parameters()) / 1e6, 1),
-        data="examples/data/responses_0.jsonl.gz",
+        data=f" ({', '.join(training['data'])}; seed {training['seed']})" if training else "",
         protocol=(
             f"Greedy, float32, batch 1, {source['max_new_tokens']} new tokens, first turns of {count} prompts "
             "(MT-Bench, HumanEval, GSM8K). tau counts the target's token, pooled over rounds; in brackets "
             f"the 95 % interval over prompts. Made by `{source['command']}`."
         ),
         table=results_table(results),
-        notes=cost_note(results) + "".join(f"\n- {caveat}" for caveat in results.get("caveats", [])) + "\n",
+        notes=equality_note(results)
+        + cost_note(results)
+        + "".join(f"\n- {caveat}" for caveat in results.get("caveats", []))
+        + "\n",
     )
 
 
@@ -113,6 +118,22 @@ def results_table(results: dict) -> str:
         note = f" ({variant['all']['prompts']} prompts)" if "speedup_median" in variant["all"] else ""
         lines.append(f"| {name}{note} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def equality_note(results: dict) -> str:
+    """How often generate()'s text was plain's, and every place where it was not."""
+    name, entry = next(
+        ((name, v["all"]) for name, v in results["variants"].items() if "equal_to_plain" in v["all"]), (None, None)
+    )
+    if name is None:
+        return ""
+    lines = [f"\n`{name}`: the text is plain's on {entry['equal_to_plain']} of {entry['prompts']} prompts."]
+    for d in entry["differences"]:
+        kind = "a tie" if d["tie"] else "no tie"
+        lines.append(
+            f"\n- {d['id']} parts at token {d['at']}, where plain's two best logits are {d['gap']:.2g} apart: {kind}"
+        )
+    return "".join(lines) + "\n"
 
 
 def cost_note(results: dict) -> str:

@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.utils import logging
 
 from .context import captured_layers, check_target_layer_ids, gather_context_states
+from .draft_context import keep_context, take_context
 from .noise import block_tokens, embed_block
 from .positions import block_positions
 from .trajectory import RejectedTrajectory, align_trajectory
@@ -61,7 +62,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
     It captures the tapped layers of every target pass (and the state after the final norm, where the conditioning
     reads it), always runs the drafter on `B` slots, and proposes at most `min(B - 1, max_length - length - 1)` of
     them. What is carried from one round to the next (the drafter's last states and its context K/V) lives here, on the
-    drafter's device, and goes when the call ends. Nothing is copied to the host.
+    drafter's device, and goes when the call ends; only the context K/V stay with the target's cache where the user
+    keeps that (`draft_context.py`). Nothing is copied to the host.
 
     Proposals are each slot's argmax, also when sampling: the loop then samples the target at every slot and compares,
     which is the target's law exactly. With `drafter.proposal = "sample"` (and `do_sample=True`) they are drawn from
@@ -134,6 +136,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
 
         self._cache = DFlashCache(config=config)
         self._cache.activate_past_recording()
+        self._target_cache = None
         self._draft_states: torch.Tensor | None = None  # the last round's, [1, B, D]
         self._prompt_rows: torch.Tensor | None = None  # rows of the prefill that are no padding; None: all
 
@@ -196,6 +199,18 @@ class RetraceCandidateGenerator(CandidateGenerator):
     def _begin(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> None:
         """Prepares the prefill: leaves out what a warm cache holds, and finds the padding, once a call."""
         cached = cached_prefix_length(input_ids, self.generation_config, model_kwargs)
+        cache = model_kwargs.get("cache")
+        if cached or (cache is not None and not cache.get_seq_length()):
+            self._target_cache = cache  # else it holds text that is not known here
+        kept = take_context(cache, self.drafter, input_ids[:, :cached]) if cached else None
+        if kept is not None:
+            self._cache = kept.cache
+            # The last tokens of a call were verified after its last draft: the drafter has not read them. Where the
+            # target's cache lets go of them they are fed again; where its layers slide the context has a gap there.
+            unread = cached - kept.tokens.shape[1]
+            if unread > 0 and not any(layer.is_sliding for layer in self._target_cache.layers):
+                self._target_cache.crop(-unread)
+                cached -= unread
         if cached:
             # The loop would feed the whole prompt on top of the cache. These keys are sliced as plain generate()
             # slices them; everything else of the prefill is right for a cache that holds a prefix.
@@ -253,6 +268,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
             trajectory=trajectory,
         ).last_hidden_state
         self._draft_states = block.detach()
+        if self._target_cache is not None:
+            keep_context(self._target_cache, self.drafter, self._cache, input_ids[:, :-1])
         return block
 
     def _received(self, states: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
 import contextvars
+import copy
+import gc
 import importlib
 import logging
 import math
@@ -21,6 +23,7 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
+from transformers.cache_utils import DFlashCache
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
@@ -212,6 +215,66 @@ def test_a_second_turn_on_a_warm_cache_equals_a_cold_run(family, name, deprecati
         out = plain(target, second_prompt, 30, assistant_model=drafter, **{name: cache})
         assert torch.equal(out, second), kind
         assert cache.get_seq_length() == second.shape[1] - 1
+
+
+@pytest.mark.parametrize("conditioning", ["none", "corrected"])
+def test_a_second_turn_drafts_as_a_cold_run_does(target, conditioning):
+    """The drafter's context is kept beside the cache: round for round the second turn is the cold run's."""
+    prompt, more = prompt_of(20), prompt_of(7, seed=9)
+    first = plain(target, prompt, 10)
+    text = torch.cat([first, more], dim=1)
+    drafter = randomize(tiny_drafter(target, conditioning=conditioning))
+    seen = []
+    real = drafter.forward
+
+    def forward(**kwargs):
+        out = real(**kwargs)
+        seen.append(out.last_hidden_state)
+        return out
+
+    drafter.forward = forward
+    plain(target, text, 30, assistant_model=drafter)
+    cold, seen = list(seen), []
+    cache = DynamicCache(config=target.config)
+    plain(target, prompt, 10, assistant_model=drafter, cache=cache)
+    copied = copy.deepcopy(cache)
+    for warm in (cache, copied):
+        seen.clear()
+        out = plain(target, text, 30, assistant_model=drafter, cache=warm)
+        assert torch.equal(out, plain(target, text, 30))
+        assert len(seen) == len(cold)
+        for mine, its in zip(seen, cold):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+
+
+def test_context_of_another_text_or_drafter_is_not_used(target):
+    prompt, more = prompt_of(20), prompt_of(7, seed=9)
+    drafter, other = randomize(tiny_drafter(target)), randomize(tiny_drafter(target), seed=5)
+    first = plain(target, prompt, 10)
+    text = torch.cat([first, more], dim=1)
+    expected = plain(target, text, 30)
+    cache = DynamicCache(config=target.config)
+    plain(target, prompt, 10, assistant_model=drafter, cache=cache)
+    assert torch.equal(plain(target, text, 30, assistant_model=other, cache=copy.deepcopy(cache)), expected)
+    # A cache cut back by the user, and gone on with by another text of the same length.
+    changed = text.clone()
+    changed[:, 22:] = prompt_of(changed.shape[1] - 22, seed=11)
+    cache.crop(22 - cache.get_seq_length())
+    out = plain(target, changed, 30, assistant_model=drafter, cache=cache)
+    assert torch.equal(out, plain(target, changed, 30))
+
+
+def test_nothing_but_the_users_cache_keeps_a_context(target, prompt):
+    drafter = randomize(tiny_drafter(target))
+    plain(target, prompt, 10, assistant_model=drafter)
+    gc.collect()
+    assert not [o for o in gc.get_objects() if type(o) is DFlashCache]
+    cache = DynamicCache(config=target.config)
+    plain(target, prompt, 10, assistant_model=drafter, cache=cache)
+    assert len([o for o in gc.get_objects() if type(o) is DFlashCache]) == 1
+    del cache
+    gc.collect()
+    assert not [o for o in gc.get_objects() if type(o) is DFlashCache]
 
 
 def test_new_tokens_alone_on_a_warm_cache(target, prompt):

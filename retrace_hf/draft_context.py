@@ -1,0 +1,53 @@
+"""The drafter's context kept beside the target's cache, so that the next turn of a chat does not start blind.
+
+A `generate()` call leaves its context K/V on the target's cache, as an attribute: it lives as long as the user keeps
+that cache, is copied with it, and goes with it. A later call that is given the cache and a text that begins with the
+same tokens goes on from there.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DFlashCache
+
+
+_NAME = "_retrace_draft_context"
+
+
+@dataclass
+class DraftContext:
+    """drafter: Whose context it is. cache: Its K/V, `rows` of context and a block behind them. tokens
+    (`torch.LongTensor` of shape `[1, n]`): The text that the rows stand for."""
+
+    drafter: weakref.ref
+    cache: DFlashCache
+    rows: int
+    tokens: torch.LongTensor
+
+
+def keep_context(target_cache: Cache, drafter, cache: DFlashCache, tokens: torch.LongTensor) -> None:
+    """Leaves the drafter's context, its last block still behind it, on the target's cache."""
+    rows = cache.get_seq_length() - drafter.config.block_size
+    setattr(target_cache, _NAME, DraftContext(weakref.ref(drafter), cache, rows, tokens))
+
+
+def take_context(target_cache: Cache, drafter, cached_ids: torch.LongTensor) -> DraftContext | None:
+    """The context that an earlier call with this drafter left, its block dropped, if the cached tokens `[1, n]` are
+    its text or go on from it.
+
+    It leaves the target's cache: a call that fails half-way leaves nothing behind that the next one could mistake.
+    """
+    kept: DraftContext | None = getattr(target_cache, _NAME, None)
+    if kept is None:
+        return None
+    delattr(target_cache, _NAME)
+    length = kept.tokens.shape[1]
+    block_size = drafter.config.block_size
+    if kept.drafter() is not drafter or kept.cache.get_seq_length() != kept.rows + block_size:
+        return None
+    if length > cached_ids.shape[1] or not torch.equal(kept.tokens.to(cached_ids.device), cached_ids[:, :length]):
+        return None
+    kept.cache.crop(-block_size)
+    return kept
