@@ -236,7 +236,7 @@ def timed(owner, name: str, log: list[tuple[float, float]]):
         setattr(owner, name, real)
 
 
-def conditioning_cost(args, target, rows) -> dict[str, float]:
+def conditioning_cost(args, target, rows) -> dict[str, float] | None:
     """Milliseconds a round that the trajectory costs (alignment and fusion), and a round's, over a few prompts.
 
     The drafter's and the target's weights are read once a round either way; this is what comes on top. The prefill is
@@ -260,8 +260,12 @@ def conditioning_cost(args, target, rows) -> dict[str, float]:
             )
             end = time.perf_counter()
         spent += sum(stop - start for start, stop in parts)
+        if len(drafts) < 2:  # ended with the prefill's token
+            continue
         seconds += end - drafts[1][0]  # the first asks for the prefill
         rounds += stats.rounds
+    if not rounds:
+        return None
     return {
         "conditioning_ms": 1000 * spent / rounds,
         "round_ms": 1000 * seconds / rounds,
@@ -277,8 +281,13 @@ def describe_arm(folder: str) -> dict:
     note = Path(folder) / "training.json"
     return {
         "weights": file_hash(Path(folder) / "model.safetensors"),
+        "config": file_hash(Path(folder) / "config.json"),
         "training": json.loads(note.read_text()) if note.is_file() else None,
     }
+
+
+def drafter_key(described: dict) -> dict:
+    return {"weights": described["weights"], "config": described["config"]}
 
 
 def main():
@@ -296,7 +305,7 @@ def main():
 
     variants, played = {}, {}
     for name in args.arms:
-        kept = KeptLines(f"{args.output}.arms.jsonl", {**key, "weights": described[name]["weights"]})
+        kept = KeptLines(f"{args.output}.arms.jsonl", {**key, **drafter_key(described[name])})
         played[name] = play_arm(args, target, name, rows, answers, kept)
         variants[name] = summarize(played[name], kinds)
         print(name, {kind: round(entry["acceptance_length"], 3) for kind, entry in variants[name].items()}, flush=True)
@@ -306,11 +315,10 @@ def main():
         results[f"acceptance_length_over_{args.baseline}"] = ratios_over(args.baseline, played, kinds)
     if args.generate is not None:
         chosen = first_of_each_kind(rows, args.generate_limit)
-        threads = torch.get_num_threads()
-        kept = KeptLines(
-            f"{args.output}.generate.jsonl",
-            {**key, "weights": described[args.generate]["weights"], "threads": threads, "name": args.generate},
-        )
+        # Seconds belong to a machine and to a state of the code, too.
+        run = provenance([], threads=torch.get_num_threads(), name=args.generate)
+        del run["command"]
+        kept = KeptLines(f"{args.output}.generate.jsonl", {**key, **drafter_key(described[args.generate]), **run})
         generated = summarize_generated(generate_all(args, target, chosen, kept), chosen)
         # Where generate() ran on every prompt its figures are the arm's; else they stand beside it.
         partial = len(chosen) < len(rows)

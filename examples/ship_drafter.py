@@ -68,6 +68,8 @@ def ship_weights(run: Path, folder: Path):
     if note.is_file():
         shutil.copyfile(note, folder / "training.json.part")
         os.replace(folder / "training.json.part", folder / "training.json")
+    else:  # an older one would tell of other weights
+        (folder / "training.json").unlink(missing_ok=True)
 
 
 def ship_results(results_file: Path, folder: Path):
@@ -103,8 +105,11 @@ def render_card(results: dict, drafter: RetraceDrafter, training: dict) -> str:
 
 def results_table(results: dict) -> str:
     kinds = ["mt-bench", "humaneval", "gsm8k", "all"]
-    ratios = next((v for k, v in results.items() if k.startswith("acceptance_length_over_")), {})
-    lines = ["| variant | " + " | ".join(f"tau {k}" for k in kinds) + " | tau over sft | x plain (median) |"]
+    prefix = "acceptance_length_over_"
+    baseline, ratios = next(
+        ((k.removeprefix(prefix), v) for k, v in results.items() if k.startswith(prefix)), ("", {})
+    )
+    lines = ["| variant | " + " | ".join(f"tau {k}" for k in kinds) + f" | tau over {baseline} | x plain (median) |"]
     lines.append("|---" * (len(kinds) + 3) + "|")
     for name, variant in results["variants"].items():
         low, high = variant["all"]["acceptance_length_interval"]

@@ -20,17 +20,16 @@ common=(--loss_type dpace --bf16 True --use_cpu True --logging_steps 25 --save_t
 train() { # NAME ARGUMENTS...: does nothing where the run has ended
     local name=$1
     shift
-    if [ ! -f "$RUNS/$name/training.json" ]; then
+    if [ ! -f "$RUNS/$name/model.safetensors" ]; then
         mkdir -p "$RUNS"
         "$PYTHON" examples/train_retrace.py "${common[@]}" "$@" --output_dir "$RUNS/$name" 2>&1 |
             tee -a "$RUNS/$name.log"
     fi
 }
 
-# -- data: the answers in examples/data, and chats of the target with itself ------------------------------------------
-"$PYTHON" examples/self_chat.py --num_tokens 614400 --dtype bfloat16 --seed 1000 --output_dir "$RUNS/self_chat"
+# -- data: the target's answers to prompts, and chats of it with itself ------------------------------------------------
 answers=(--responses examples/data/responses_0.jsonl.gz)
-all=(--responses examples/data/responses_0.jsonl.gz "$RUNS"/self_chat/*.jsonl.gz)
+all=(--responses examples/data/responses_0.jsonl.gz examples/data/self_chat_0.jsonl.gz)
 
 # -- stage 1, DFlash: hard labels first, then Muon, soft targets and more varied text; last with whole blocks ----------
 train stage1a "${answers[@]}" --features_dir "$RUNS/features" --conditioning none --num_carried_rounds 0 \
@@ -42,7 +41,7 @@ soft=("${all[@]}" --features_dir "$RUNS/features_soft" --target_dtype bfloat16 -
     --warmup_steps 20 --per_device_train_batch_size 8 --num_anchors 64 --loss_chunk_size 256 --save_steps 100)
 train stage1b "${soft[@]}" --init_from "$RUNS/stage1a" --block_size 5 --max_steps 1100 --learning_rate 1.2e-3 \
     --lr_scheduler_type constant_with_warmup --seed 1
-train stage1 "${soft[@]}" --init_from "$RUNS/stage1b" --block_size 8 --max_steps 400 --learning_rate 1e-3 \
+train stage1 "${soft[@]}" --init_from "$RUNS/stage1b" --block_size 8 --max_steps 300 --learning_rate 1e-3 \
     --lr_scheduler_type cosine --seed 2
 
 # -- stage 2: every arm from the same stage-1 drafter, with the same blocks, steps and features in float32 -------------

@@ -16,7 +16,7 @@ on with the same command.
 
 import json
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, Retr
 from retrace_hf.data.features import TargetFeatures
 from retrace_hf.data.tokenize import tokenize_responses
 from retrace_hf.evaluation import write_results
-from retrace_hf.evaluation.results import command_line, file_hash
+from retrace_hf.evaluation.results import command_line, file_hash, rounded
 from retrace_hf.targets import load_target
 
 
@@ -35,6 +35,11 @@ NOTED = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
     *("lr_scheduler_type", "warmup_steps", "weight_decay", "bf16", "muon", "trajectory_learning_rate"),
     *("num_anchors", "num_carried_rounds", "beta_warmup_steps", "loss_type", "soft_share", "loss_on_seen_tokens"),
+)
+
+NOTED_OF_SCRIPT = (
+    *("target", "target_dtype", "conditioning", "num_draft_layers", "block_size", "target_layer_ids"),
+    *("init_from_target", "max_length", "limit"),
 )
 
 
@@ -82,42 +87,51 @@ def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
     )
 
 
-def last_whole_checkpoint(folder: str, conditioning: str) -> str | None:
+def last_whole_checkpoint(folder: str) -> str | None:
     """The newest checkpoint to go on from. One that a kill cut short is passed over: its state is written last."""
     numbered = {int(m[1]): p for p in Path(folder).glob("checkpoint-*") if (m := re.search(r"-(\d+)$", p.name))}
     for _, path in sorted(numbered.items(), reverse=True):
         try:
             json.loads((path / "trainer_state.json").read_text())
-            config = json.loads((path / "config.json").read_text())
         except (OSError, ValueError):
             continue
-        if config["conditioning"] != conditioning:
-            raise ValueError(
-                f"{path} was trained with --conditioning {config['conditioning']}, not {conditioning}; give another "
-                "--output_dir."
-            )
         return str(path)
     return None
 
 
-def write_note(script: ScriptArguments, args: RetraceTrainingArguments):
-    """training.json, for results and cards: what this drafter was trained from and with."""
-    note = {
-        "command": command_line(),
+def describe_run(script: ScriptArguments, args: RetraceTrainingArguments) -> dict:
+    """What this drafter is trained from and with; kept as training.json, for results and cards."""
+    return {
         "seed": args.seed,
         "init_from": script.init_from and file_hash(Path(script.init_from) / "model.safetensors"),
         "data": {Path(path).name: file_hash(path) for path in script.responses},
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "arguments": {field.name: getattr(args, field.name) for field in fields(RetraceTrainingArguments)},
+        "script": {name: getattr(script, name) for name in NOTED_OF_SCRIPT},
+        "arguments": {name: getattr(args, name) for name in NOTED},
     }
-    note["arguments"] = {name: value for name, value in note["arguments"].items() if name in NOTED}
-    write_results(Path(args.output_dir, "training.json"), note)
+
+
+def claim_folder(folder: Path, run: dict):
+    """Raises where the folder holds a run made otherwise: going on would mix the two and call it this one."""
+    note = folder / "training.json"
+    if not note.is_file():
+        return
+    before, now = json.loads(note.read_text()), json.loads(json.dumps(rounded(run)))
+    flat = [
+        {**r["script"], **r["arguments"], **{k: r[k] for k in ("seed", "init_from", "data")}} for r in (before, now)
+    ]
+    changed = [
+        f"{name} was {flat[0].get(name)}, now {value}" for name, value in flat[1].items() if flat[0].get(name) != value
+    ]
+    if changed:
+        raise ValueError(f"{folder} holds a run with other options ({'; '.join(changed)}); give another --output_dir.")
 
 
 def main():
     parser = HfArgumentParser((ScriptArguments, RetraceTrainingArguments))
     script, args = parser.parse_args_into_dataclasses()
-    checkpoint = last_whole_checkpoint(args.output_dir, script.conditioning)
+    checkpoint = last_whole_checkpoint(args.output_dir)
+    folder, run = Path(args.output_dir), describe_run(script, args)
+    claim_folder(folder, run)
     set_seed(args.seed)
     target, tokenizer = load_target(script.target, dtype=getattr(torch, script.target_dtype), device=args.device)
     dataset = tokenize_responses(script.responses, tokenizer, max_length=script.max_length, limit=script.limit)
@@ -137,10 +151,19 @@ def main():
         data_collator=RetraceDataCollator(pad_token_id=tokenizer.pad_token_id or 0, features=features),
         processing_class=tokenizer,
     )
+
+    def keep_note(finished: bool):
+        if trainer.is_world_process_zero():
+            folder.mkdir(parents=True, exist_ok=True)
+            versions = {name: version(name) for name in ("torch", "transformers")}
+            note = {**run, "command": command_line(), "versions": versions, "finished": finished}
+            write_results(folder / "training.json", note)
+
+    keep_note(finished=False)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
-    write_note(script, args)
+    keep_note(finished=True)
     print(json.dumps(result.metrics))
 
 

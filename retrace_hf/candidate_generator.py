@@ -379,7 +379,9 @@ def _head(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 
 def _gains_from_few_rows(head: nn.Module, hidden: torch.Tensor) -> bool:
     """Whether [`_few_rows`] is the faster way, and the head is no more than its weights."""
-    plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
+    # Offloading replaces the instance's forward and leaves the weight on meta; quantisers bring their own tensors.
+    untouched = not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
+    plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not head.weight.is_meta and untouched
     few = 1 < hidden.shape[:-1].numel() <= 8
     return plain and few and hidden.device.type == "cpu" and hidden.dtype == torch.float32
 

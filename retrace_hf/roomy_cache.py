@@ -25,7 +25,13 @@ class _RoomyLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :end] for room in self.room)
         return self.keys, self.values
 
+    def reset(self) -> None:
+        self.room = None
+        super().reset()
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.room is None:
+            return
         used = self.get_seq_length()
         self.room = [room[indices] for room in self.room]
         self.keys, self.values = (room[:, :, :used] for room in self.room)

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from scipy.stats import chisquare
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -789,6 +790,20 @@ def test_the_head_over_few_rows_is_the_head(target, bias, monkeypatch):
     head, hidden = torch.nn.Linear(32, 200, bias=bias), torch.randn(1, BLOCK_SIZE - 1, 32)
     monkeypatch.setattr(target, "get_output_embeddings", lambda: head)
     assert_close(draft_logits(target, hidden), head(hidden), rtol=1e-5, atol=1e-5)
+    calls = []
+    monkeypatch.setattr(torch, "mm", lambda *args, real=torch.mm: calls.append(1) or real(*args))
+    draft_logits(target, hidden)
+    assert calls == [1]
     assert torch.equal(draft_logits(target, hidden[:, :0]), head(hidden[:, :0]))
     head.register_forward_hook(lambda module, args, out: out + 1)
     assert torch.equal(draft_logits(target, hidden), head(hidden))
+
+
+def test_an_offloaded_head_drafts(tmp_path):
+    """accelerate leaves such a head's weight on meta and replaces its forward."""
+    target = tiny_target("llama", tie_word_embeddings=False)
+    prompt = prompt_of(9)
+    expected = plain(target, prompt, 20)
+    offloaded = dispatch_model(target, {"model": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=tmp_path)
+    drafter = randomize(tiny_drafter(tiny_target("llama")))
+    assert torch.equal(plain(offloaded, prompt, 20, assistant_model=drafter), expected)

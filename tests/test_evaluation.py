@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from retrace_hf import AcceptanceStats, RetraceDrafter, record_acceptance
 from retrace_hf.evaluation import KeptLines, bootstrap_ratio, roll_out, summarize, write_results
 from retrace_hf.evaluation.results import command_line
+from retrace_hf.roomy_cache import roomy_cache
 
 from .fixtures import plain, prompt_of, randomize, tiny_drafter, tiny_target
 from .test_trainer import make_trainer
@@ -128,3 +130,20 @@ def test_commands_name_no_folder_in_front_of_the_working_one(tmp_path, monkeypat
     monkeypatch.setattr("sys.argv", ["examples/run.py", f"--output={tmp_path}/runs/a b", "runs/c"])
     command = command_line()
     assert str(tmp_path) not in command and command.endswith("examples/run.py '--output=runs/a b' runs/c")
+
+
+def test_a_cache_with_room_is_a_cache(target):
+    """What a pass behind a prefix gives, cropped and picked from as a DynamicCache would be."""
+    ids, more = prompt_of(9, batch_size=3), prompt_of(4, seed=5, batch_size=3)
+    layers, caches = target.config.num_hidden_layers, []
+    for cache in (DynamicCache(), roomy_cache(layers, 9 + 4)):
+        with torch.no_grad():
+            target(ids, cache=cache, use_cache=True)
+            target(more, cache=cache, use_cache=True)
+            cache.crop(-4)
+            cache.batch_select_indices(torch.tensor([2, 0]))
+            caches.append(target(more[[2, 0]], cache=cache, use_cache=True).logits)
+    torch.testing.assert_close(*caches, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="14 tokens in a cache with room for 13"), torch.no_grad():
+        target(more[[2, 0], :1], cache=cache, use_cache=True)
+    roomy_cache(layers, 5).batch_select_indices(torch.tensor([0]))  # of a layer that was never written: nothing

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from retrace_hf import RetraceDrafter
+from retrace_hf import RetraceDrafter, RetraceTrainer
 
 from .fixtures import tiny_target
 
@@ -60,22 +60,34 @@ def test_training_leaves_a_drafter_and_a_note(folder):
         assert (note["init_from"] is None) == (name == "stage1")
 
 
-def test_training_goes_on_behind_a_checkpoint_that_was_cut_short(folder, run, tmp_path):
+def test_training_goes_on_behind_a_checkpoint_that_was_cut_short(folder, run, tmp_path, monkeypatch):
     folder, common = folder
     shutil.copytree(folder / "corrected" / "checkpoint-2", tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "config.json").write_text("{}")
-    run("train_retrace.py", *common, "--init_from", folder / "stage1", "--block_size", 8, "--num_carried_rounds", 2,
-        "--output_dir", tmp_path)  # fmt: skip
+    steps, real = [], RetraceTrainer.training_step
+
+    def count(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(RetraceTrainer, "training_step", count)
+    after = ["--init_from", folder / "stage1", "--block_size", 8, "--num_carried_rounds", 2]
+    run("train_retrace.py", *common, *after, "--output_dir", tmp_path)
+    assert steps == [2, 3]
     whole = RetraceDrafter.from_pretrained(folder / "corrected").state_dict()
     for name, weight in RetraceDrafter.from_pretrained(tmp_path).state_dict().items():
         assert weight.equal(whole[name]), name
 
 
-def test_training_refuses_another_conditioning_and_an_unknown_mask_token(folder, run, tmp_path):
+def test_training_refuses_to_mix_two_runs_and_an_unknown_mask_token(folder, run, tmp_path):
     folder, common = folder
-    with pytest.raises(ValueError, match="was trained with --conditioning corrected, not none"):
-        run("train_retrace.py", *common, "--conditioning", "none", "--output_dir", folder / "corrected")
+    after = ["--init_from", folder / "stage1", "--block_size", 8, "--num_carried_rounds", 2]
+    for changed in (["--conditioning", "none"], ["--learning_rate", "0.007"], ["--block_size", 6], ["--limit", 3]):
+        name = changed[0].removeprefix("--")
+        with pytest.raises(ValueError, match=f"run with other options .*{name} was .*, now {changed[1]}"):
+            run("train_retrace.py", *common, *after, *changed, "--output_dir", folder / "corrected")
+    assert json.loads((folder / "corrected" / "training.json").read_text())["finished"]
     with pytest.raises(ValueError, match="<no such token>"):
         run("train_retrace.py", *common, "--mask_token", "<no such token>", "--output_dir", tmp_path)
 
@@ -99,8 +111,12 @@ def test_measuring_and_shipping(folder, run, tmp_path, monkeypatch):
     kept = Path("out/results.json.arms.jsonl").read_text()
     run("evaluate_drafters.py", *options, *arms)
     assert Path("out/results.json.arms.jsonl").read_text() == kept
-    run("evaluate_drafters.py", *options, "--arm", f"stage1={folder / 'corrected'}")
-    assert Path("out/results.json.arms.jsonl").read_text().count("\n") == kept.count("\n") + 6
+    config = json.loads((tmp_path / "card" / "config.json").read_text())
+    (tmp_path / "card" / "config.json").write_text(json.dumps({**config, "block_size": 4}))
+    run("evaluate_drafters.py", *options, *arms[2:4])
+    lines = Path("out/results.json.arms.jsonl").read_text().splitlines()
+    assert len(lines) == kept.count("\n") + 6 and max(max(json.loads(line)["proposed"]) for line in lines[-6:]) == 3
+    (tmp_path / "card" / "config.json").write_text(json.dumps(config))
 
     Path("out/results.json").write_text(json.dumps(results))
     run("ship_drafter.py", "--results", "out/results.json", tmp_path / "card")

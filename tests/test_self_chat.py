@@ -8,6 +8,8 @@ from retrace_hf.data.self_chat import ChatTemplateParts, self_chat
 from retrace_hf.data.tokenize import tokenize_responses
 from retrace_hf.targets import load_target
 
+from .fixtures import tiny_target
+
 
 LENGTH = 96
 
@@ -66,12 +68,62 @@ def test_resumes_shard_by_shard_and_keeps_settings_apart(smollm2, chats):
     assert target.config._attn_implementation == "sdpa"
 
 
+def test_every_answer_is_marked(smollm2, chats):
+    """What stands behind the template's start of an answer, up to the end of its turn, is an answer."""
+    parts = ChatTemplateParts(smollm2[1])
+    folder, _, _ = chats
+    several = 0
+    for row in (row for file in sorted(folder.glob("*.jsonl.gz")) for row in read_responses(file)):
+        ids, size = row["input_ids"], len(parts.after_user)
+        starts = [i + size for i in range(len(ids) - size) if ids[i : i + size] == parts.after_user]
+        assert [start for start, _ in row["answers"]] == starts
+        for start, end in row["answers"]:
+            assert end == len(ids) or end - start == 16 or ids[end - 1] == parts.end
+        several += len(starts) > 1
+    assert several
+
+
+@pytest.mark.parametrize("family, overrides", [("mistral", {"sliding_window": 24}), ("granite", {}), ("gemma2", {})])
+def test_answers_are_greedy_whatever_the_target(smollm2, tmp_path, family, overrides):
+    """Sliding layers, logit scales and softcaps."""
+    tokenizer = smollm2[1]
+    eos = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    target = tiny_target(family, vocab_size=len(tokenizer), **eos, **overrides)
+    options = {"batch_size": 3, "length": 110, "max_user_tokens": 12, "max_answer_tokens": 16, "progress": False}
+    self_chat(target, tokenizer, tmp_path, num_tokens=3 * 110, **options)
+    checked = 0
+    for row in read_responses(tmp_path / "self_chat_00000.jsonl.gz"):
+        with torch.no_grad():
+            greedy = target(torch.tensor([row["input_ids"]])).logits[0].argmax(-1).tolist()
+        for start, end in row["answers"]:
+            assert greedy[start - 1 : end - 1] == row["input_ids"][start:end]
+            checked += end - start
+    assert checked > 60
+
+
+def test_seeds_share_no_shard_and_targets_no_folder(smollm2, tmp_path):
+    target, tokenizer = smollm2
+    options = {"batch_size": 1, "length": 48, "progress": False}
+    for seed in (0, 1):
+        self_chat(target, tokenizer, tmp_path / str(seed), num_tokens=2 * 48, seed=seed, **options)
+    rows = {tuple(row["input_ids"]) for file in tmp_path.glob("*/*.jsonl.gz") for row in read_responses(file)}
+    assert len(rows) == 4
+    other = tiny_target("llama", vocab_size=len(tokenizer))
+    with pytest.raises(ValueError, match="other settings"):
+        self_chat(other, tokenizer, tmp_path / "0", num_tokens=3 * 48, **options)
+
+
 def test_bad_arguments(smollm2, tmp_path, monkeypatch):
     target, tokenizer = smollm2
     with pytest.raises(ValueError, match="num_tokens"):
         self_chat(target, tokenizer, tmp_path / "a", num_tokens=0)
     with pytest.raises(ValueError, match="chat template alone"):
         self_chat(target, tokenizer, tmp_path / "b", num_tokens=10, length=10, batch_size=1)
+    with pytest.raises(ValueError, match="8192 positions"):
+        self_chat(target, tokenizer, tmp_path / "b", num_tokens=10, length=10_000, batch_size=1)
+    with pytest.raises(ValueError, match=r"Unknown options \['warmth'\]"):
+        self_chat(target, tokenizer, tmp_path / "b", num_tokens=10, warmth=1)
+    assert not list(tmp_path.iterdir())  # nothing is claimed by a call that could not start
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="no chat template"):
         self_chat(target, tokenizer, tmp_path / "c", num_tokens=10)

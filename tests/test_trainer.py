@@ -259,8 +259,12 @@ def test_tau_of_training_and_of_evaluation_are_logged_apart(target, tmp_path):
     trained = [entry["tau_fresh"] for entry in history if "tau_fresh" in entry]
     evaluated = [entry["eval_tau_fresh"] for entry in history if "eval_tau_fresh" in entry]
     assert len(trained) == 2 and len(evaluated) == 1 and evaluated[0] > 2 * max(trained)
-    assert not any("tau_fresh" in entry and "eval_loss" in entry for entry in history)
-    assert known["eval_loss"] > 0
+    assert known["eval_tau_fresh"] == evaluated[0]
+    # Two evaluation sets, and another prefix: each by its own name, none with the other's blocks.
+    both = trainer.evaluate({"a": Dataset.from_list(rows[:1]), "b": Dataset.from_list(rows[1:])})
+    assert both["eval_a_tau_fresh"] == evaluated[0] > 2 * both["eval_b_tau_fresh"]
+    tested = trainer.predict(Dataset.from_list(rows[:1]), metric_key_prefix="test").metrics
+    assert tested["test_tau_fresh"] == evaluated[0]
 
 
 def test_accumulation_changes_nothing(target, tmp_path):

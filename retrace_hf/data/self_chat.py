@@ -8,14 +8,19 @@ start with the same tokens and go on turn after turn, so that a batch has neithe
 Source of the sampled prompts: Magpie, arXiv 2406.08464.
 """
 
+import inspect
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
+from ..candidate_generator import transform_logits
 from ..roomy_cache import roomy_cache
+from .features import target_fingerprint
 from .responses import claim_folder, read_responses, write_responses
 
 
@@ -106,6 +111,8 @@ def _grouped_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 AttentionInterface.register("retrace_grouped", _grouped_attention)
+# Without masks of its own an attention gets none, and sliding layers would see everything.
+AttentionMaskInterface.register("retrace_grouped", sdpa_mask)
 
 
 @torch.no_grad()
@@ -137,8 +144,6 @@ def chat_rows(
         `list[dict]`: `input_ids` (`length` tokens) and `answers` (pairs of start and end of the greedy tokens).
     """
     parts = ChatTemplateParts(tokenizer)
-    if length <= len(parts.start):
-        raise ValueError(f"length is {length}; the chat template alone has {len(parts.start)} tokens.")
     chats = [_Chat(parts, max_user_tokens, max_answer_tokens) for _ in range(num_rows)]
     device = target.get_input_embeddings().weight.device
     config = target.config.get_text_config(decoder=True)
@@ -150,7 +155,7 @@ def chat_rows(
     ids = torch.tensor([[chat.take(-1, -1) for _ in parts.start] for chat in chats], device=device)
     while len(chats[0].ids) < length:
         states = target.get_decoder()(ids, cache=cache, use_cache=True).last_hidden_state[:, -1]
-        logits = torch.nn.functional.linear(states.float(), weight, bias)
+        logits = transform_logits(target, torch.nn.functional.linear(states.float(), weight, bias))
         greedy = logits.argmax(-1).tolist()
         logits[:, unsaid] = -torch.inf
         logits[[not chat.may_end for chat in chats], parts.end] = -torch.inf
@@ -196,8 +201,18 @@ def self_chat(
     for name, size in (("num_tokens", num_tokens), ("batch_size", batch_size), ("length", length)):
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}.")
+    template = len(ChatTemplateParts(tokenizer).start)
+    if length <= template:
+        raise ValueError(f"length is {length}; the chat template alone has {template} tokens.")
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise ValueError(f"length is {length}; the target has {positions} positions.")
+    unknown = set(options) - set(inspect.signature(chat_rows).parameters)
+    if unknown:
+        raise ValueError(f"Unknown options {sorted(unknown)}; those of chat_rows are taken.")
     path = Path(path)
-    claim_folder(path, {"batch_size": batch_size, "length": length, "seed": seed, **options})
+    settings = {"batch_size": batch_size, "length": length, "seed": seed, "target": target_fingerprint(target)}
+    claim_folder(path, {**settings, **options})
     device = target.get_input_embeddings().weight.device
     implementation, was_training = target.config._attn_implementation, target.training
     counts = {"rows": 0, "tokens": 0, "answer_tokens": 0}
@@ -208,7 +223,9 @@ def self_chat(
         for shard in tqdm(range(-(-num_tokens // (batch_size * length))), desc="self-chat", disable=not progress):
             file = path / f"self_chat_{shard:05d}.jsonl.gz"
             if not file.is_file():
-                generator = torch.Generator(device).manual_seed(seed + shard)
+                # Mixed, so that neighbouring seeds share no shard.
+                own_seed = int(np.random.SeedSequence([seed, shard]).generate_state(1)[0])
+                generator = torch.Generator(device).manual_seed(own_seed)
                 rows = chat_rows(target, tokenizer, batch_size, length, generator, **options)
                 named = ({"id": f"self-{seed}-{shard}-{i}", "source": "self-chat", **r} for i, r in enumerate(rows))
                 write_responses(named, file)

@@ -112,15 +112,16 @@ def _git_revision() -> str | None:
 def write_results(path: str | os.PathLike, results: Mapping) -> None:
     """Writes results.json whole or not at all."""
     temporary = Path(f"{path}.part")
-    temporary.write_text(json.dumps(_rounded(results), indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
-def _rounded(value):
+def rounded(value):
+    """Floats of nested results to six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")  # digits, not decimals: gaps between logits are small
     if isinstance(value, Mapping):
-        return {k: _rounded(v) for k, v in value.items()}
+        return {k: rounded(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(v) for v in value]
+        return [rounded(v) for v in value]
     return value

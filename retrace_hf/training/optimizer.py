@@ -9,7 +9,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         matrices (`list[nn.Parameter]`): 2-D parameters.
-        others (`list[dict]`): AdamW's parameter groups; may be empty.
+        others (`list[dict]`): AdamW's parameter groups.
         lr, weight_decay (`float`): Of the matrices; `lr` of the others too.
         betas (`tuple[float, float]`), eps (`float`): AdamW's.
 

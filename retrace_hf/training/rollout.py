@@ -90,7 +90,7 @@ def scoring_states(last: torch.Tensor, blocks: Blocks, block_size: int) -> torch
     Returns:
         `torch.Tensor` of shape `[b, N, B - 1, D]`; at slots beyond the text the last state, for no label.
     """
-    places = blocks.anchors[..., None] + torch.arange(block_size - 1, device=last.device)
+    places = blocks.anchors.to(last.device)[..., None] + torch.arange(block_size - 1, device=last.device)
     rows = torch.arange(last.shape[0], device=last.device)[:, None, None]
     return last[rows, places.clamp(max=last.shape[1] - 1)]
 

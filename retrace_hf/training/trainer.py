@@ -165,8 +165,8 @@ class RetraceTrainer(Trainer):
         return losses
 
     def _as_generate_runs_it(self):
-        """The frozen target in its own dtype, whatever precision the drafter trains in: features from a pass under
-        autocast are not those that drafting sees."""
+        """The frozen target and its head in their own dtype, whatever precision the drafter trains in: features and
+        proposals from under autocast are not those of generate()."""
         return torch.autocast(self.args.device.type, enabled=False)
 
     def _read_text(self, inputs: dict, room: int | None):
@@ -206,9 +206,10 @@ class RetraceTrainer(Trainer):
         return (weights * loss.view(row_labels.shape)).sum() + 0.0 * states.sum(), drafted
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._seen is not None:
-            return transform_logits(self.target, self._seen.logits(rows))
-        return draft_logits(self.target, rows)
+        with self._as_generate_runs_it():
+            if self._seen is not None:
+                return transform_logits(self.target, self._seen.logits(rows))
+            return draft_logits(self.target, rows)
 
     def _seen_tokens(self) -> SeenTokens:
         """Reads the training set once: every token that is an answer's."""
@@ -248,13 +249,25 @@ class RetraceTrainer(Trainer):
         sums[name] = sums[name] + torch.stack([((accepted + 1) * blocks.valid).sum(), blocks.valid.sum()]).detach()
 
     def log(self, logs: dict, *args, **kwargs):
-        evaluates = any(key.startswith("eval_") for key in logs)
-        sums, prefix = self._sums[not evaluates], "eval_" if evaluates else ""
+        if "loss" in logs:
+            logs |= self._tau(training=True)
+        super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        """As upstream, with the acceptance on the evaluation's own blocks among the metrics."""
+        self._sums[False].clear()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self._tau(training=False).items()})
+        return output
+
+    def _tau(self, training: bool) -> dict[str, float]:
+        """tau by round over all processes since it was last asked for."""
+        tau, sums = {}, self._sums[training]
         for name in sorted(sums):
             yielded, blocks = self.accelerator.reduce(sums[name].float(), reduction="sum").tolist()
-            logs[f"{prefix}tau_{name}"] = round(yielded / max(blocks, 1.0), 4)
+            tau[f"tau_{name}"] = round(yielded / max(blocks, 1.0), 4)
         sums.clear()
-        super().log(logs, *args, **kwargs)
+        return tau
 
 
 def _split_trajectory_group(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float):
