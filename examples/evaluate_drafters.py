@@ -32,6 +32,7 @@ from retrace_hf.evaluation import AcceptanceStats, KeptLines, bootstrap_ratio, r
 from retrace_hf.evaluation.results import file_hash, provenance
 from retrace_hf.measure import answer
 from retrace_hf.targets import load_target
+from retrace_hf.terminal import run_command
 
 
 TIE = 1e-4  # two logits closer than this are a tie: which one is the argmax depends on how the matmul was split
@@ -42,7 +43,7 @@ def parse_args():
     parser.add_argument("--target", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", default=str(Path(__file__).parent / "data" / "eval_prompts.jsonl"))
     parser.add_argument("--arm", action="append", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--baseline", default="sft", help="arm that the others' tau is divided by")
+    parser.add_argument("--baseline", help="arm that the others' tau is divided by; sft where there is one")
     parser.add_argument("--generate", metavar="NAME", help="arm to run through generate() as well")
     parser.add_argument("--generate-limit", type=int, help="prompts of each kind at most to run through generate()")
     parser.add_argument("--output", default="runs/eval/results.json")
@@ -50,9 +51,23 @@ def parse_args():
     parser.add_argument("--batch-size", type=int, default=43)
     parser.add_argument("--limit", type=int, help="prompts of each kind at most")
     args = parser.parse_args()
+    if not args.arm or not all("=" in arm for arm in args.arm):
+        parser.error("name at least one arm, as --arm NAME=FOLDER.")
     args.arms = dict(arm.split("=", 1) for arm in args.arm)
+    for name, folder in args.arms.items():
+        if not all(Path(folder, file).is_file() for file in ("config.json", "model.safetensors")):
+            parser.error(f"--arm {name}={folder}: {folder} is no folder with a config.json and a model.safetensors.")
     if args.generate is not None and args.generate not in args.arms:
         parser.error(f"--generate {args.generate} names no --arm; arms are {sorted(args.arms)}.")
+    if args.baseline is None:
+        args.baseline = "sft" if "sft" in args.arms else None
+    elif args.baseline not in args.arms:
+        parser.error(f"--baseline {args.baseline} names no --arm; arms are {sorted(args.arms)}.")
+    for option, least in (("limit", 1), ("generate_limit", 1), ("batch_size", 1), ("max_new_tokens", 2)):
+        if getattr(args, option) is not None and getattr(args, option) < least:
+            parser.error(f"--{option.replace('_', '-')} must be at least {least}.")
+    if Path(args.output).is_dir():
+        parser.error(f"--output {args.output} is a folder; name the file to write.")
     return args
 
 
@@ -311,7 +326,7 @@ def main():
         print(name, {kind: round(entry["acceptance_length"], 3) for kind, entry in variants[name].items()}, flush=True)
 
     results = {"variants": variants}
-    if args.baseline in played:
+    if args.baseline is not None:
         results[f"acceptance_length_over_{args.baseline}"] = ratios_over(args.baseline, played, kinds)
     if args.generate is not None:
         chosen = first_of_each_kind(rows, args.generate_limit)
@@ -339,4 +354,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "evaluate_drafters")

@@ -15,6 +15,7 @@ from transformers import HfArgumentParser
 
 from retrace_hf.data.self_chat import self_chat
 from retrace_hf.targets import load_target
+from retrace_hf.terminal import run_command
 
 
 @dataclass
@@ -22,7 +23,10 @@ class Arguments:
     output_dir: str = field(metadata={"help": "Folder for the shards."})
     num_tokens: int = field(metadata={"help": "Tokens wanted, answers and all else."})
     target: str = field(default="HuggingFaceTB/SmolLM2-135M-Instruct", metadata={"help": "Hub id or folder."})
-    dtype: str = field(default="float32", metadata={"help": "dtype of the target's weights."})
+    dtype: str = field(
+        default="float32",
+        metadata={"help": "dtype of the target's weights.", "choices": ["float32", "bfloat16", "float16"]},
+    )
     device: str = field(default="cpu", metadata={"help": "Where the target runs."})
     batch_size: int = field(default=128, metadata={"help": "Chats at once, and of a shard."})
     length: int = field(default=320, metadata={"help": "Tokens of a chat."})
@@ -37,4 +41,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "self_chat")

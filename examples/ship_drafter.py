@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from retrace_hf import RetraceDrafter
+from retrace_hf.terminal import run_command
 
 
 CARD = """---
@@ -164,4 +165,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "ship_drafter")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Trains and measures the drafter of model_cards/retrace-smollm2-135m, as it was, on a CPU. Each command goes on where
-# it was stopped, so the script can be run in sittings.
+# Trains and measures a drafter for SmolLM2-135M-Instruct on a CPU: the recipe of the next one in model_cards (the one
+# there now was trained by this script as of revision 98e814f). Each command goes on where it was stopped, so the script
+# can be run in sittings.
 #
 #     examples/smollm2.sh              # data, stage 1, the SFT control, ReTrace and its ablations, then results.json
 #     SEED=1 RUNS=runs/seed1 examples/smollm2.sh
@@ -8,8 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 RUNS=${RUNS:-runs/smollm2}
 SEED=${SEED:-0}
-PYTHON=${PYTHON:-.venv/bin/python}
-CARD=model_cards/retrace-smollm2-135m
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
+CARD=${CARD:-$RUNS/card} # CARD=model_cards/retrace-smollm2-135m ships it
 # Large tensors come and go every step. Without these glibc gives their pages back each time, and the step takes three
 # times as long.
 export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
@@ -41,7 +42,7 @@ soft=("${all[@]}" --features_dir "$RUNS/features_soft" --target_dtype bfloat16 -
     --warmup_steps 20 --per_device_train_batch_size 8 --num_anchors 64 --loss_chunk_size 256 --save_steps 100)
 train stage1b "${soft[@]}" --init_from "$RUNS/stage1a" --block_size 5 --max_steps 1100 --learning_rate 1.2e-3 \
     --lr_scheduler_type constant_with_warmup --seed 1
-train stage1 "${soft[@]}" --init_from "$RUNS/stage1b" --block_size 8 --max_steps 300 --learning_rate 1e-3 \
+train stage1 "${soft[@]}" --init_from "$RUNS/stage1b" --block_size 8 --max_steps 240 --learning_rate 1e-3 \
     --lr_scheduler_type cosine --seed 2
 
 # -- stage 2: every arm from the same stage-1 drafter, with the same blocks, steps and features in float32 -------------

@@ -24,22 +24,25 @@ import torch
 from transformers import HfArgumentParser, set_seed
 
 from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
-from retrace_hf.data.features import TargetFeatures
+from retrace_hf.data.features import TargetFeatures, features_key
 from retrace_hf.data.tokenize import tokenize_responses
 from retrace_hf.evaluation import write_results
 from retrace_hf.evaluation.results import command_line, file_hash, rounded
 from retrace_hf.targets import load_target
+from retrace_hf.terminal import run_command
 
 
+MASK_TOKEN = "<empty_output>"  # an unused special token of SmolLM2
 NOTED = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
     *("lr_scheduler_type", "warmup_steps", "weight_decay", "bf16", "muon", "trajectory_learning_rate"),
     *("num_anchors", "num_carried_rounds", "beta_warmup_steps", "loss_type", "soft_share", "loss_on_seen_tokens"),
+    *("loss_gamma", "dpace_alpha", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
 )
 
 NOTED_OF_SCRIPT = (
     *("target", "target_dtype", "conditioning", "num_draft_layers", "block_size", "target_layer_ids"),
-    *("init_from_target", "max_length", "limit"),
+    *("init_from_target", "mask_token", "max_length", "limit"),
 )
 
 
@@ -50,19 +53,30 @@ class ScriptArguments:
         default="HuggingFaceTB/SmolLM2-135M-Instruct", metadata={"help": "Hub id or folder of the target."}
     )
     target_dtype: str = field(
-        default="float32", metadata={"help": "dtype of the target's weights; features are read in it."}
+        default="float32",
+        metadata={
+            "help": "dtype of the target's weights; features are read in it.",
+            "choices": ["float32", "bfloat16", "float16"],
+        },
     )
     init_from: str | None = field(
         default=None, metadata={"help": "A DFlash drafter to start from; a new one by default."}
     )
-    conditioning: str = field(default="corrected", metadata={"help": "none, overwrite, gated or corrected."})
-    num_draft_layers: int = field(default=3, metadata={"help": "Layers of a new drafter."})
+    conditioning: str = field(
+        default="corrected",
+        metadata={"help": "How the signal enters.", "choices": ["none", "overwrite", "gated", "corrected"]},
+    )
+    num_draft_layers: int | None = field(default=None, metadata={"help": "Layers of a new drafter; 3 by default."})
     block_size: int | None = field(
         default=None, metadata={"help": "Slots of a block; 8 for a new drafter, --init_from's own for another."}
     )
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers, of a new drafter."})
-    mask_token: str = field(default="<empty_output>", metadata={"help": "Token for slots, of a new drafter."})
-    init_from_target: bool = field(default=True, metadata={"help": "Start a new drafter from the target's layers."})
+    mask_token: str | None = field(
+        default=None, metadata={"help": "Token for slots, of a new drafter; <empty_output> by default."}
+    )
+    init_from_target: bool | None = field(
+        default=None, metadata={"help": "Start a new drafter from the target's layers; True by default."}
+    )
     features_dir: str | None = field(
         default=None, metadata={"help": "Folder for target features computed once; without it the target runs online."}
     )
@@ -72,17 +86,22 @@ class ScriptArguments:
 
 def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
     if script.init_from is not None:
+        fixed = ("num_draft_layers", "target_layer_ids", "mask_token", "init_from_target")
+        given = [f"--{name}" for name in fixed if getattr(script, name) is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)} go with a new drafter; --init_from brings its own.")
         changes = {} if script.block_size is None else {"block_size": script.block_size}
         return RetraceDrafter.from_dflash(script.init_from, conditioning=script.conditioning, **changes)
-    if script.mask_token not in tokenizer.get_vocab():
-        raise ValueError(f"--mask_token {script.mask_token!r} is not in the vocabulary of {script.target}.")
+    mask_token = script.mask_token or MASK_TOKEN
+    if mask_token not in tokenizer.get_vocab():
+        raise ValueError(f"--mask_token {mask_token!r} is not in the vocabulary of {script.target}.")
     return RetraceDrafter.from_target(
         target,
-        mask_token_id=tokenizer.convert_tokens_to_ids(script.mask_token),
-        num_hidden_layers=script.num_draft_layers,
+        mask_token_id=tokenizer.convert_tokens_to_ids(mask_token),
+        num_hidden_layers=script.num_draft_layers or 3,
         block_size=script.block_size or 8,
         target_layer_ids=script.target_layer_ids,
-        init_from_target=script.init_from_target,
+        init_from_target=script.init_from_target is not False,
         conditioning=script.conditioning,
     )
 
@@ -99,11 +118,17 @@ def last_whole_checkpoint(folder: str) -> str | None:
     return None
 
 
+def weights_of(init_from: str | None) -> str | None:
+    """Hash of a folder's weights; a Hub id as it stands."""
+    weights = Path(init_from or "", "model.safetensors")
+    return file_hash(weights) if init_from and weights.is_file() else init_from
+
+
 def describe_run(script: ScriptArguments, args: RetraceTrainingArguments) -> dict:
     """What this drafter is trained from and with; kept as training.json, for results and cards."""
     return {
         "seed": args.seed,
-        "init_from": script.init_from and file_hash(Path(script.init_from) / "model.safetensors"),
+        "init_from": weights_of(script.init_from),
         "data": {Path(path).name: file_hash(path) for path in script.responses},
         "script": {name: getattr(script, name) for name in NOTED_OF_SCRIPT},
         "arguments": {name: getattr(args, name) for name in NOTED},
@@ -113,7 +138,8 @@ def describe_run(script: ScriptArguments, args: RetraceTrainingArguments) -> dic
 def claim_folder(folder: Path, run: dict):
     """Raises where the folder holds a run made otherwise: going on would mix the two and call it this one."""
     note = folder / "training.json"
-    if not note.is_file():
+    begun = any(folder.glob("checkpoint-*")) or (folder / "model.safetensors").is_file()
+    if not note.is_file() or not begun:
         return
     before, now = json.loads(note.read_text()), json.loads(json.dumps(rounded(run)))
     flat = [
@@ -123,7 +149,9 @@ def claim_folder(folder: Path, run: dict):
         f"{name} was {flat[0].get(name)}, now {value}" for name, value in flat[1].items() if flat[0].get(name) != value
     ]
     if changed:
-        raise ValueError(f"{folder} holds a run with other options ({'; '.join(changed)}); give another --output_dir.")
+        raise ValueError(
+            f"{folder} holds a run with other options ({'; '.join(changed)}); give another --output_dir, or delete it."
+        )
 
 
 def main():
@@ -132,6 +160,10 @@ def main():
     checkpoint = last_whole_checkpoint(args.output_dir)
     folder, run = Path(args.output_dir), describe_run(script, args)
     claim_folder(folder, run)
+    if (folder / "model.safetensors").is_file() and (folder / "training.json").is_file():
+        print(f"{folder} is finished; nothing is left to do.")
+        return
+    print(f"Going on from {checkpoint}." if checkpoint else f"Starting anew: {folder} holds no whole checkpoint.")
     set_seed(args.seed)
     target, tokenizer = load_target(script.target, dtype=getattr(torch, script.target_dtype), device=args.device)
     dataset = tokenize_responses(script.responses, tokenizer, max_length=script.max_length, limit=script.limit)
@@ -140,9 +172,10 @@ def main():
 
     features = None
     if script.features_dir is not None:
-        features = TargetFeatures.build_or_open(
-            target, dataset, drafter.config.target_layer_ids, script.features_dir, with_last=args.soft_share > 0
-        )
+        what = {"target_layer_ids": drafter.config.target_layer_ids, "with_last": args.soft_share > 0}
+        # Each dataset and target has its own folder, so that a small trial leaves the large features alone.
+        place = Path(script.features_dir, features_key(target, dataset, **what)[:12])
+        features = TargetFeatures.build_or_open(target, dataset, path=place, **what)
     trainer = RetraceTrainer(
         model=drafter,
         target=target,
@@ -168,4 +201,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "train_retrace")

@@ -1,6 +1,6 @@
 """The command `retrace-hf`."""
 
-import sys
+from .terminal import run_command
 
 
 try:
@@ -32,12 +32,8 @@ def demo(
 
 
 def main():
-    """Entry point. What a user can mend is reported in one line, with exit status 1; anything else is a bug."""
-    try:
-        app()
-    except (ValueError, OSError, ImportError) as error:
-        print(f"retrace-hf: {error}", file=sys.stderr)
-        sys.exit(1)
+    """Entry point."""
+    run_command(app, "retrace-hf")
 
 
 if __name__ == "__main__":

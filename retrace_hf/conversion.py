@@ -83,7 +83,7 @@ def _layout(raw: dict) -> str:
         if raw.get("conditioning") != "none":
             raise ValueError(
                 f"This is a ReTrace checkpoint (conditioning={raw.get('conditioning')!r}); open it with "
-                "RetraceDrafter.from_pretrained()."
+                "RetraceDrafter.from_pretrained(), and start training from a DFlash one (conditioning 'none')."
             )
         return "retrace"
     if raw.get("model_type") == "muse_glimmer_assistant":

@@ -43,9 +43,17 @@ def _validating(original: Callable) -> Callable:
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         drafter = generation_mode_kwargs.get("assistant_model")
-        if not _drafts(drafter, generation_config):
+        if not callable(getattr(drafter, "get_candidate_generator", None)):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         check_pairing(drafter, self, generation_config)
+        if not _drafts(drafter, generation_config):
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        speculation = getattr(generation_config, "speculation_type", None)
+        if speculation is not None:
+            raise ValueError(
+                f"speculation_type is {speculation!r}; leave it out for ReTrace, or set 'dflash' for transformers' "
+                "own DFlash generator on the drafter's weights."
+            )
         if generation_mode != GenerationMode.ASSISTED_GENERATION:
             raise ValueError(
                 f"The options ask for {generation_mode.value}; a drafter serves greedy search and sampling. Leave out "

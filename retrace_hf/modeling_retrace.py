@@ -1,5 +1,6 @@
 """The drafter: a DFlash backbone whose block may be conditioned on a rejected trajectory."""
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -143,6 +144,24 @@ class RetracePreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, start(module.weight))
 
 
+def _check_is_retrace(path, kwargs: dict) -> None:
+    """Raises where there is no checkpoint, or one of another kind, which `from_pretrained` would load as if it were a
+    drafter."""
+    options = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+    try:
+        raw, _ = RetraceConfig.get_config_dict(path, **{k: kwargs[k] for k in options if k in kwargs})
+    except OSError as error:
+        raise OSError(
+            f"There is no drafter in {path}: it is no folder with a config.json here ({os.getcwd()}), and the Hub did "
+            f"not give it ({str(error).strip().splitlines()[0]})."
+        ) from error
+    if raw.get("model_type") != RetraceConfig.model_type:
+        raise ValueError(
+            f"{path} is a checkpoint of model_type {raw.get('model_type')!r}, not a retrace drafter; a DFlash one is "
+            "opened with RetraceDrafter.from_dflash()."
+        )
+
+
 class RetraceDrafter(RetracePreTrainedModel):
     r"""
     A drafter for one target. It has no embedding and no LM head: `generate()` lends it the target's.
@@ -245,6 +264,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         Raises:
             ValueError: keys are missing, unknown, or of another shape; nothing is silently re-initialised.
         """
+        _check_is_retrace(pretrained_model_name_or_path, kwargs)
         # Mismatched shapes are let through only to be named below.
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         drafter, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

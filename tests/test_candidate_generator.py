@@ -807,3 +807,11 @@ def test_an_offloaded_head_drafts(tmp_path):
     offloaded = dispatch_model(target, {"model": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=tmp_path)
     drafter = randomize(tiny_drafter(tiny_target("llama")))
     assert torch.equal(plain(offloaded, prompt, 20, assistant_model=drafter), expected)
+
+
+def test_a_misspelt_speculation_type_and_a_wrong_drafter_for_dflash(target):
+    with pytest.raises(ValueError, match="speculation_type is 'dflsh'"):
+        plain(target, prompt_of(9), 5, assistant_model=tiny_drafter(target), speculation_type="dflsh")
+    other = tiny_drafter(tiny_target("qwen3", hidden_size=64))
+    with pytest.raises(ValueError, match="hidden size is 64"):
+        plain(target, prompt_of(9), 5, assistant_model=other, speculation_type="dflash")

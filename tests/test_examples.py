@@ -1,6 +1,9 @@
 """The scripts a user copies, one after the other on a tiny target: chats, training, measuring, shipping."""
 
+import contextlib
+import io
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -18,18 +21,28 @@ STEPS = ["--max_steps", "4", "--per_device_train_batch_size", "2", "--num_anchor
 STEPS += ["--report_to", "none", "--disable_tqdm", "True", "--save_steps", "2"]
 
 
-@pytest.fixture(scope="module")
-def run():
+class Run:
     """Runs an example in this process, as `python examples/NAME ARGUMENTS...` would."""
 
-    def run(name, *arguments):
+    def __call__(self, name, *arguments):
         argv, sys.argv = sys.argv, [f"examples/{name}", *map(str, arguments)]
         try:
             return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         finally:
             sys.argv = argv
 
-    return run
+    def fails(self, name, *arguments, message):
+        """With one line on stderr and exit status 1 or 2."""
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as exit:
+            self(name, *arguments)
+        last = stderr.getvalue().strip().splitlines()[-1]
+        assert exit.value.code in (1, 2) and re.search(message, last), last
+
+
+@pytest.fixture(scope="module")
+def run():
+    return Run()
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +98,35 @@ def test_training_refuses_to_mix_two_runs_and_an_unknown_mask_token(folder, run,
     after = ["--init_from", folder / "stage1", "--block_size", 8, "--num_carried_rounds", 2]
     for changed in (["--conditioning", "none"], ["--learning_rate", "0.007"], ["--block_size", 6], ["--limit", 3]):
         name = changed[0].removeprefix("--")
-        with pytest.raises(ValueError, match=f"run with other options .*{name} was .*, now {changed[1]}"):
-            run("train_retrace.py", *common, *after, *changed, "--output_dir", folder / "corrected")
+        message = f"run with other options .*{name} was .*, now {changed[1]}"
+        run.fails("train_retrace.py", *common, *after, *changed, "--output_dir", folder / "corrected", message=message)
     assert json.loads((folder / "corrected" / "training.json").read_text())["finished"]
-    with pytest.raises(ValueError, match="<no such token>"):
-        run("train_retrace.py", *common, "--mask_token", "<no such token>", "--output_dir", tmp_path)
+    for changed, message in (
+        (["--mask_token", "<no such token>"], "--mask_token '<no such token>' is not in the vocabulary"),
+        ([*after, "--num_draft_layers", 5], "--num_draft_layers go with a new drafter"),
+        (["--init_from", folder / "nowhere"], "nowhere is neither a folder nor a repository"),
+    ):
+        run.fails("train_retrace.py", *common, *changed, "--output_dir", tmp_path / "new", message=message)
+    before = (folder / "corrected" / "config.json").read_text()
+    run("train_retrace.py", *common, *after, "--output_dir", folder / "corrected")  # is finished: nothing happens
+    assert (folder / "corrected" / "config.json").read_text() == before
+
+
+def test_measuring_refuses_what_it_cannot_do_before_it_starts(folder, run, tmp_path):
+    folder, _ = folder
+    arm = ["--arm", f"stage1={folder / 'stage1'}"]
+    for arguments, message in (
+        ([], "name at least one arm"),
+        (["--arm", "runs/stage1"], "name at least one arm"),
+        (["--arm", f"x={folder / 'nowhere'}"], "nowhere is no folder with a config.json"),
+        ([*arm, "--baseline", "sfft"], "--baseline sfft names no --arm"),
+        ([*arm, "--generate", "x"], "--generate x names no --arm"),
+        ([*arm, "--limit", 0], "--limit must be at least 1"),
+        ([*arm, "--max-new-tokens", 1], "--max-new-tokens must be at least 2"),
+        ([*arm, "--output", tmp_path], "is a folder"),
+    ):
+        run.fails("evaluate_drafters.py", *arguments, message=message)
+    run.fails("self_chat.py", "--dtype", "bf16", "--num_tokens", 9, "--output_dir", tmp_path, message="invalid choice")
 
 
 def test_measuring_and_shipping(folder, run, tmp_path, monkeypatch):

@@ -372,3 +372,13 @@ def test_from_pretrained_never_adds_a_module(target, tmp_path):
     with pytest.raises(ValueError, match="from_dflash"):
         RetraceDrafter.from_pretrained(tmp_path, conditioning="corrected")
     assert MASK_TOKEN_ID == RetraceDrafter.from_pretrained(tmp_path).config.mask_token_id
+
+
+def test_what_is_no_drafter_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for path in ("model_cards/misspelt", str(tmp_path / "nowhere")):
+        with pytest.raises(OSError, match=f"There is no drafter in {path}: it is no folder with a config.json"):
+            RetraceDrafter.from_pretrained(path)
+    tiny_target().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_type 'qwen3', not a retrace drafter"):
+        RetraceDrafter.from_pretrained(tmp_path)
