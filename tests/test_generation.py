@@ -439,7 +439,8 @@ def test_installing_again_changes_nothing():
 @pytest.fixture
 def copied_package(tmp_path):
     """The flat files of a `trust_remote_code` repository, imported under another name."""
-    flat = "configuration_retrace modeling_retrace context trajectory positions candidate_generator generation"
+    flat = "configuration_retrace modeling_retrace context trajectory positions noise draft_context"
+    flat += " candidate_generator generation"
     source = Path(retrace_hf.__file__).parent
     folder = tmp_path / "retrace_copy"
     folder.mkdir()
