@@ -50,8 +50,9 @@ arm() { # NAME CONDITIONING
     local features=(--features_dir "$RUNS/features")
     if [ "$2" = corrected ]; then features=(); fi # it reads the target's states on its own drafts, beside the features
     train "$1" "${answers[@]}" "${features[@]}" --init_from "$RUNS/stage1" --conditioning "$2" --num_carried_rounds 2 \
-        --learning_rate 5e-4 --trajectory_learning_rate 1e-3 --weight_decay 0.01 --max_steps 400 \
-        --per_device_train_batch_size 2 --num_anchors 32 --loss_chunk_size 512 --save_steps 100 --seed "$SEED"
+        --muon True --learning_rate 5e-4 --trajectory_learning_rate 2e-3 --weight_decay 0.1 --beta_warmup_steps 50 \
+        --max_steps 400 --per_device_train_batch_size 2 --num_anchors 32 --loss_chunk_size 512 --save_steps 50 \
+        --seed "$SEED"
 }
 arm corrected corrected
 arm sft none
