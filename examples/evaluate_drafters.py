@@ -29,7 +29,7 @@ from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_accepta
 from retrace_hf.data.features import target_fingerprint
 from retrace_hf.data.prompts import read_eval_prompts, render_prompt
 from retrace_hf.evaluation import AcceptanceStats, KeptLines, bootstrap_ratio, roll_out, summarize, write_results
-from retrace_hf.evaluation.results import file_hash, provenance
+from retrace_hf.evaluation.results import file_hash, provenance, rows_by_kind
 from retrace_hf.measure import answer
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
@@ -153,8 +153,7 @@ def ratios_over(baseline: str, played: dict[str, list[AcceptanceStats]], kinds: 
     ratios = {}
     for name in sorted(set(played) - {baseline}):
         ratios[name] = {}
-        for kind in [*sorted(set(kinds)), "all"]:
-            chosen = [i for i, k in enumerate(kinds) if kind in (k, "all")]
+        for kind, chosen in rows_by_kind(kinds).items():
             ratios[name][kind] = bootstrap_ratio(
                 [played[name][i] for i in chosen], [played[baseline][i] for i in chosen]
             )
@@ -214,8 +213,8 @@ def summarize_generated(generated: dict[str, list[dict]], rows: list[dict]) -> d
     for variant, results in generated.items():
         seconds = [r["seconds"] for r in results]
         summary = summarize([stats_of(r) for r in results], kinds, seconds)
-        for kind, entry in summary.items():
-            chosen = [i for i, k in enumerate(kinds) if kind in (k, "all")]
+        for kind, chosen in rows_by_kind(kinds).items():
+            entry = summary[kind]
             ratios = sorted(plain_seconds[i] / seconds[i] for i in chosen)
             entry["speedup_median"] = ratios[len(ratios) // 2]
             entry["speedup_total"] = sum(plain_seconds[i] for i in chosen) / sum(seconds[i] for i in chosen)

@@ -10,7 +10,6 @@ The first line is run once, before the final measurement, so that what is measur
 import argparse
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -55,6 +54,12 @@ DFlash generator on this drafter's weights. All figures, with the acceptance at 
 {notes}"""
 
 
+def write_whole(path: Path, text: str):
+    temporary = Path(f"{path}.part")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
 def ship_weights(run: Path, folder: Path):
     drafter = RetraceDrafter.from_pretrained(run, dtype=torch.float32)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,20 +72,18 @@ def ship_weights(run: Path, folder: Path):
             os.replace(Path(temporary, file), folder / file)
     note = run / "training.json"
     if note.is_file():
-        shutil.copyfile(note, folder / "training.json.part")
-        os.replace(folder / "training.json.part", folder / "training.json")
+        write_whole(folder / "training.json", note.read_text())
     else:  # an older one would tell of other weights
         (folder / "training.json").unlink(missing_ok=True)
 
 
 def ship_results(results_file: Path, folder: Path):
-    shutil.copyfile(results_file, folder / "results.json.part")
-    os.replace(folder / "results.json.part", folder / "results.json")
+    results = results_file.read_text()
+    write_whole(folder / "results.json", results)
     note = folder / "training.json"
     training = json.loads(note.read_text()) if note.is_file() else {}
-    card = render_card(json.loads(results_file.read_text()), RetraceDrafter.from_pretrained(folder), training)
-    (folder / "README.md.part").write_text(card, encoding="utf-8")
-    os.replace(folder / "README.md.part", folder / "README.md")
+    card = render_card(json.loads(results), RetraceDrafter.from_pretrained(folder), training)
+    write_whole(folder / "README.md", card)
 
 
 def render_card(results: dict, drafter: RetraceDrafter, training: dict) -> str:

@@ -18,14 +18,11 @@ export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 common=(--loss_type dpace --bf16 True --use_cpu True --logging_steps 25 --save_total_limit 2 --report_to none
     --disable_tqdm True)
 
-train() { # NAME ARGUMENTS...: does nothing where the run has ended
+train() { # NAME ARGUMENTS...: the script itself leaves a run alone that has ended
     local name=$1
     shift
-    if [ ! -f "$RUNS/$name/model.safetensors" ]; then
-        mkdir -p "$RUNS"
-        "$PYTHON" examples/train_retrace.py "${common[@]}" "$@" --output_dir "$RUNS/$name" 2>&1 |
-            tee -a "$RUNS/$name.log"
-    fi
+    mkdir -p "$RUNS"
+    "$PYTHON" examples/train_retrace.py "${common[@]}" "$@" --output_dir "$RUNS/$name" 2>&1 | tee -a "$RUNS/$name.log"
 }
 
 # -- data: the target's answers to prompts, and chats of it with itself ------------------------------------------------

@@ -135,12 +135,13 @@ def describe_run(script: ScriptArguments, args: RetraceTrainingArguments) -> dic
     }
 
 
-def claim_folder(folder: Path, run: dict):
-    """Raises where the folder holds a run made otherwise: going on would mix the two and call it this one."""
+def claim_folder(folder: Path, run: dict) -> bool:
+    """Whether this run has ended here. Raises where the folder holds a run made otherwise: going on would mix the two
+    and call it this one."""
     note = folder / "training.json"
     begun = any(folder.glob("checkpoint-*")) or (folder / "model.safetensors").is_file()
     if not note.is_file() or not begun:
-        return
+        return False
     before, now = json.loads(note.read_text()), json.loads(json.dumps(rounded(run)))
     flat = [
         {**r["script"], **r["arguments"], **{k: r[k] for k in ("seed", "init_from", "data")}} for r in (before, now)
@@ -152,6 +153,7 @@ def claim_folder(folder: Path, run: dict):
         raise ValueError(
             f"{folder} holds a run with other options ({'; '.join(changed)}); give another --output_dir, or delete it."
         )
+    return before["finished"]
 
 
 def main():
@@ -159,8 +161,7 @@ def main():
     script, args = parser.parse_args_into_dataclasses()
     checkpoint = last_whole_checkpoint(args.output_dir)
     folder, run = Path(args.output_dir), describe_run(script, args)
-    claim_folder(folder, run)
-    if (folder / "model.safetensors").is_file() and (folder / "training.json").is_file():
+    if claim_folder(folder, run):
         print(f"{folder} is finished; nothing is left to do.")
         return
     print(f"Going on from {checkpoint}." if checkpoint else f"Starting anew: {folder} holds no whole checkpoint.")

@@ -32,18 +32,22 @@ def install_generate_hook() -> None:
     GenerationMixin._get_candidate_generator = _choosing(GenerationMixin._get_candidate_generator)
 
 
-def _drafts(assistant_model, generation_config) -> bool:
+def _is_drafter(assistant_model) -> bool:
     """Whether this assistant brings its own generator. By name, not by class: a remote-code copy of the drafter is
     another class, and a PeftModel hands the method through."""
-    wants_native = getattr(generation_config, "speculation_type", None) == "dflash"
-    return not wants_native and callable(getattr(assistant_model, "get_candidate_generator", None))
+    return callable(getattr(assistant_model, "get_candidate_generator", None))
+
+
+def _drafts(assistant_model, generation_config) -> bool:
+    """Whether this assistant's own generator is wanted, not transformers' on its weights."""
+    return _is_drafter(assistant_model) and getattr(generation_config, "speculation_type", None) != "dflash"
 
 
 def _validating(original: Callable) -> Callable:
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         drafter = generation_mode_kwargs.get("assistant_model")
-        if not callable(getattr(drafter, "get_candidate_generator", None)):
+        if not _is_drafter(drafter):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         check_pairing(drafter, self, generation_config)
         if not _drafts(drafter, generation_config):

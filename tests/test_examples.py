@@ -88,6 +88,12 @@ def test_training_goes_on_behind_a_checkpoint_that_was_cut_short(folder, run, tm
     after = ["--init_from", folder / "stage1", "--block_size", 8, "--num_carried_rounds", 2]
     run("train_retrace.py", *common, *after, "--output_dir", tmp_path)
     assert steps == [2, 3]
+    # Killed between saving and noting that it has ended: it ends now, without a step more.
+    note = json.loads((tmp_path / "training.json").read_text())
+    (tmp_path / "training.json").write_text(json.dumps({**note, "finished": False}))
+    (tmp_path / "model.safetensors").write_bytes(b"cut short")
+    run("train_retrace.py", *common, *after, "--output_dir", tmp_path)
+    assert steps == [2, 3] and json.loads((tmp_path / "training.json").read_text())["finished"]
     whole = RetraceDrafter.from_pretrained(folder / "corrected").state_dict()
     for name, weight in RetraceDrafter.from_pretrained(tmp_path).state_dict().items():
         assert weight.equal(whole[name]), name

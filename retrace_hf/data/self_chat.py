@@ -11,7 +11,6 @@ Source of the sampled prompts: Magpie, arXiv 2406.08464.
 import inspect
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm.auto import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -20,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..candidate_generator import transform_logits
 from ..roomy_cache import roomy_cache
+from ..seeds import mixed_generator
 from .features import target_fingerprint
 from .responses import claim_folder, read_responses, write_responses
 
@@ -223,9 +223,7 @@ def self_chat(
         for shard in tqdm(range(-(-num_tokens // (batch_size * length))), desc="self-chat", disable=not progress):
             file = path / f"self_chat_{shard:05d}.jsonl.gz"
             if not file.is_file():
-                # Mixed, so that neighbouring seeds share no shard.
-                own_seed = int(np.random.SeedSequence([seed, shard]).generate_state(1)[0])
-                generator = torch.Generator(device).manual_seed(own_seed)
+                generator = mixed_generator(seed, shard, device=device)
                 rows = chat_rows(target, tokenizer, batch_size, length, generator, **options)
                 named = ({"id": f"self-{seed}-{shard}-{i}", "source": "self-chat", **r} for i, r in enumerate(rows))
                 write_responses(named, file)

@@ -17,6 +17,11 @@ from .. import __version__
 from ..generation import AcceptanceStats
 
 
+def rows_by_kind(kinds: Sequence[str]) -> dict[str, list[int]]:
+    """Which prompts are of each kind, and `"all"` of them."""
+    return {kind: [i for i, k in enumerate(kinds) if kind in (k, "all")] for kind in [*sorted(set(kinds)), "all"]}
+
+
 def summarize(
     stats: Sequence[AcceptanceStats], kinds: Sequence[str], seconds: Sequence[float] | None = None
 ) -> dict[str, dict]:
@@ -32,8 +37,7 @@ def summarize(
         over prompts), `rounds`, `new_tokens`, `acceptance_at` (slots 1..B-1), `prompts`, `seconds`.
     """
     summary = {}
-    for kind in [*sorted(set(kinds)), "all"]:
-        rows = [i for i, k in enumerate(kinds) if kind in (k, "all")]
+    for kind, rows in rows_by_kind(kinds).items():
         total = AcceptanceStats.pooled(stats[i] for i in rows)
         summary[kind] = {
             "acceptance_length": total.acceptance_length,

@@ -3,13 +3,13 @@
 from collections import defaultdict
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from ..candidate_generator import check_pairing, draft_logits, transform_logits
 from ..data import RetraceDataCollator
+from ..seeds import mixed_generator
 from .arguments import RetraceTrainingArguments
 from .losses import SeenTokens, chunked_loss, decay_weights, default_gamma, dpace_weights
 from .optimizer import muon_with_adamw
@@ -88,12 +88,7 @@ class RetraceTrainer(Trainer):
         return batches, total
 
     def _draw_anchors(self, loss_mask: torch.Tensor, first: int) -> Blocks:
-        # Mixed, because a torch CPU generator takes 32 bits of its seed.
-        seeds = [
-            int(np.random.SeedSequence([self.args.seed, first + i]).generate_state(1)[0])
-            for i in range(loss_mask.shape[0])
-        ]
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        generators = [mixed_generator(self.args.seed, first + i) for i in range(loss_mask.shape[0])]
         return sample_anchors(loss_mask, self.args.num_anchors, generators)
 
     def _count_items(self, batch: dict, blocks: Blocks) -> torch.Tensor:
@@ -152,7 +147,7 @@ class RetraceTrainer(Trainer):
             loss, drafted = self._block_loss(states, labels, supervised, blocks.valid, teacher)
             losses.append(loss)
             accepted = count_accepted(drafted, labels, supervised)
-            self._record(carried, loss, accepted, blocks)
+            self._record(carried, accepted, blocks)
             if carried == self.args.num_carried_rounds:
                 break
             if config.conditioning != "none":
@@ -242,7 +237,7 @@ class RetraceTrainer(Trainer):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss.detach(), None, None
 
-    def _record(self, carried: int, loss: torch.Tensor, accepted: torch.Tensor, blocks: Blocks):
+    def _record(self, carried: int, accepted: torch.Tensor, blocks: Blocks):
         """Acceptance by round on training text, summed on the device and read only when logged."""
         name = "fresh" if carried == 0 else f"carried_{carried}"
         sums = self._sums[self.model.training]
