@@ -118,6 +118,11 @@ def last_whole_checkpoint(folder: str) -> str | None:
     return None
 
 
+def is_last(checkpoint: str) -> bool:
+    state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
+    return state["global_step"] >= state["max_steps"]
+
+
 def weights_of(init_from: str | None) -> str | None:
     """Hash of a folder's weights; a Hub id as it stands."""
     weights = Path(init_from or "", "model.safetensors")
@@ -194,11 +199,14 @@ def main():
             write_results(folder / "training.json", note)
 
     keep_note(finished=False)
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    if checkpoint is not None and is_last(checkpoint):
+        # Killed after its last step; Trainer would train one more.
+        drafter.load_state_dict(RetraceDrafter.from_pretrained(checkpoint).state_dict())
+    else:
+        print(json.dumps(trainer.train(resume_from_checkpoint=checkpoint).metrics))
+        trainer.save_state()
     trainer.save_model()
-    trainer.save_state()
     keep_note(finished=True)
-    print(json.dumps(result.metrics))
 
 
 if __name__ == "__main__":
