@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Trains and measures a drafter for SmolLM2-135M-Instruct on a CPU: the recipe of the next one in model_cards (the one
-# there now was trained by this script as of revision 98e814f). Each command goes on where it was stopped, so the script
-# can be run in sittings.
+# Trains and measures the drafter in model_cards/retrace-smollm2-135m, on a CPU. Each command goes on where it was
+# stopped, so the script can be run in sittings.
 #
 #     examples/smollm2.sh              # data, stage 1, the SFT control, ReTrace and its ablations, then results.json
 #     SEED=1 RUNS=runs/seed1 examples/smollm2.sh
@@ -34,22 +33,22 @@ train stage1a "${answers[@]}" --features_dir "$RUNS/features" --conditioning non
     --target_layer_ids 1 8 14 20 27 --num_draft_layers 3 --block_size 8 --loss_on_seen_tokens True \
     --learning_rate 1.5e-3 --weight_decay 0.01 --max_steps 1900 --per_device_train_batch_size 4 --num_anchors 64 \
     --loss_chunk_size 512 --save_steps 300 --seed 0
-soft=("${all[@]}" --features_dir "$RUNS/features_soft" --target_dtype bfloat16 --conditioning none
-    --num_carried_rounds 0 --loss_on_seen_tokens True --soft_share 0.5 --muon True --weight_decay 0.1
-    --warmup_steps 20 --per_device_train_batch_size 8 --num_anchors 64 --loss_chunk_size 256 --save_steps 100)
-train stage1b "${soft[@]}" --init_from "$RUNS/stage1a" --block_size 5 --max_steps 1100 --learning_rate 1.2e-3 \
+soft=("${all[@]}" --target_dtype bfloat16 --soft_share 0.5 --muon True --weight_decay 0.1 --warmup_steps 20)
+features=(--features_dir "$RUNS/features_soft")
+blocks=("${soft[@]}" "${features[@]}" --conditioning none --num_carried_rounds 0 --loss_on_seen_tokens True
+    --per_device_train_batch_size 8 --num_anchors 64 --loss_chunk_size 256 --save_steps 100)
+train stage1b "${blocks[@]}" --init_from "$RUNS/stage1a" --block_size 5 --max_steps 1100 --learning_rate 1.2e-3 \
     --lr_scheduler_type constant_with_warmup --seed 1
-train stage1 "${soft[@]}" --init_from "$RUNS/stage1b" --block_size 8 --max_steps 240 --learning_rate 1e-3 \
-    --lr_scheduler_type cosine --seed 2
+train stage1c "${blocks[@]}" --init_from "$RUNS/stage1b" --block_size 8 --max_steps 240 --learning_rate 1e-3 --seed 2
+train stage1 "${blocks[@]}" --init_from "$RUNS/stage1c" --block_size 8 --max_steps 1000 --learning_rate 1e-3 --seed 3
 
-# -- stage 2: every arm from the same stage-1 drafter, with the same blocks, steps and features in float32 -------------
+# -- stage 2: every arm from the same stage-1 drafter, with the same rows, blocks and steps ----------------------------
 arm() { # NAME CONDITIONING
-    local features=(--features_dir "$RUNS/features")
-    if [ "$2" = corrected ]; then features=(); fi # it reads the target's states on its own drafts, beside the features
-    train "$1" "${answers[@]}" "${features[@]}" --init_from "$RUNS/stage1" --conditioning "$2" --num_carried_rounds 2 \
-        --muon True --learning_rate 5e-4 --trajectory_learning_rate 2e-3 --weight_decay 0.1 --beta_warmup_steps 50 \
-        --max_steps 400 --per_device_train_batch_size 2 --num_anchors 32 --loss_chunk_size 512 --save_steps 50 \
-        --seed "$SEED"
+    local read=("${features[@]}")
+    if [ "$2" = corrected ]; then read=(); fi # it runs the target anyway, for its states on the drafts
+    train "$1" "${soft[@]}" "${read[@]}" --init_from "$RUNS/stage1" --conditioning "$2" --num_carried_rounds 2 \
+        --learning_rate 5e-4 --trajectory_learning_rate 2e-3 --beta_warmup_steps 20 --max_steps 320 \
+        --per_device_train_batch_size 2 --num_anchors 32 --loss_chunk_size 512 --save_steps 50 --seed "$SEED"
 }
 arm corrected corrected
 arm sft none

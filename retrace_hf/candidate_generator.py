@@ -25,7 +25,7 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.utils import logging
 
-from .context import captured_layers, check_target_layer_ids, gather_context_states
+from .context import captured_layers, check_target_layer_ids, gather_context_states, keep_last
 from .draft_context import keep_context, take_context
 from .noise import block_tokens, embed_block
 from .positions import block_positions
@@ -116,6 +116,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.device = drafter.device
         self.dtype = drafter.dtype
         self.block_size = config.block_size
+        self.context_window = config.context_window
         self.mask_token_id = config.mask_token_id
         self.target_layer_ids = list(config.target_layer_ids)
         self.conditioning = config.conditioning
@@ -257,6 +258,9 @@ class RetraceCandidateGenerator(CandidateGenerator):
             context = context[:, self._prompt_rows.to(context.device)]
             rows = self._prompt_rows.to(positions.device)
             positions = torch.cat([positions[:, rows], positions[:, -1:]], dim=1)
+        if self.context_window is not None:
+            context, positions = context[:, -self.context_window :], positions[:, -self.context_window - 1 :]
+            keep_last(self._cache, self.context_window - context.shape[1])
         self._cache.set_previous_accepted_tokens(context.shape[1])
         tokens = block_tokens(input_ids[:, -1:], self.mask_token_id, self.block_size)
         block = self.drafter(

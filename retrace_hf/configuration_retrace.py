@@ -28,6 +28,9 @@ class RetraceConfig(PreTrainedConfig):
             them: transformers returns it after the final norm.
         num_target_layers (`int`, *optional*):
             Layers of the target.
+        context_window (`int`, *optional*):
+            Verified tokens that a block sees at most, the last ones before its anchor and the same ones in every
+            slot; all by default. Bounds the drafter's cache and its time a round on long texts.
         context_fusion (`str`, defaults to `"shared"`):
             How verified tokens become context. `"shared"`: one projection read by all draft layers (DFlash).
         conditioning (`str`, defaults to `"corrected"`):
@@ -73,6 +76,7 @@ class RetraceConfig(PreTrainedConfig):
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
     num_target_layers: int | None = None
+    context_window: int | None = None
     context_fusion: str = "shared"
     conditioning: str = "corrected"
     item_slots: int = 0
@@ -96,6 +100,10 @@ class RetraceConfig(PreTrainedConfig):
             raise ValueError(
                 f"block_size is {self.block_size}; a block needs the anchor and at least one proposal (>= 2)."
             )
+        if self.context_window is not None and self.context_window < 1:
+            raise ValueError(
+                f"context_window is {self.context_window}; a block needs at least one verified token, or None for all."
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
@@ -103,8 +111,8 @@ class RetraceConfig(PreTrainedConfig):
             )
         if any(kind != "full_attention" for kind in self.layer_types):
             raise ValueError(
-                f"layer_types is {self.layer_types}; draft layers attend to the whole context, so every entry must be "
-                "'full_attention'."
+                f"layer_types is {self.layer_types}; every entry must be 'full_attention'. For draft layers that see "
+                "only the last tokens set context_window."
             )
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(

@@ -6,6 +6,7 @@ Training and generation both come through here, so that a layer index exists onc
 from collections.abc import Sequence
 
 import torch
+from transformers import Cache
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
@@ -75,3 +76,12 @@ def gather_context_states(hidden_states: Sequence[torch.Tensor], target_layer_id
         )
     # Layers may lie on different devices (device_map); the first tap's is as good as any.
     return torch.cat([tap.to(taps[0].device) for tap in taps], dim=-1)
+
+
+def keep_last(cache: Cache, rows: int) -> None:
+    """Drops the oldest of the cached context, so that at most `rows` rows stay."""
+    for layer in cache.layers:
+        surplus = layer.get_seq_length() - rows
+        if surplus > 0:
+            layer.keys = layer.keys[..., surplus:, :]
+            layer.values = layer.values[..., surplus:, :]

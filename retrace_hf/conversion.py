@@ -25,6 +25,7 @@ _SHAPE_FIELDS = (
     "rms_norm_eps",
     "attention_bias",
     "num_target_layers",
+    "context_window",
     "pad_token_id",
     "bos_token_id",
     "eos_token_id",

@@ -226,6 +226,8 @@ class RetraceDrafter(RetracePreTrainedModel):
             seen = cache.get_seq_length() if cache is not None else 0
             length = context.shape[1] + noise_embeds.shape[1]
             position_ids = torch.arange(seen, seen + length, device=noise_embeds.device)[None]
+        if attention_mask is None or attention_mask.ndim == 2:
+            attention_mask = self._within_window(attention_mask, noise_embeds, context, cache)
         mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=noise_embeds, attention_mask=attention_mask, cache=cache
         )
@@ -239,6 +241,16 @@ class RetraceDrafter(RetracePreTrainedModel):
                 cache=cache,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+
+    def _within_window(self, mask, noise_embeds, context, cache) -> torch.Tensor | None:
+        """The 2-D mask, or none, with context hidden that lies before `config.context_window`."""
+        seen = cache.get_seq_length() if cache is not None else 0
+        batch_size, length = noise_embeds.shape[0], seen + context.shape[1]
+        window = self.config.context_window
+        if window is None or length <= window:
+            return mask
+        near = torch.arange(length + noise_embeds.shape[1], device=noise_embeds.device) >= length - window
+        return near.expand(batch_size, -1) if mask is None else mask.bool() & near
 
     def _admit(self, noise_embeds: torch.Tensor, trajectory: RejectedTrajectory | None) -> torch.Tensor:
         """Input embeddings of the block after the rejected trajectory has entered, `[b, Q, D]`."""

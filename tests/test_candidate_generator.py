@@ -651,6 +651,29 @@ def test_the_drafters_cache_holds_the_context_and_one_block(target, monkeypatch)
     assert all(found == expected for found, expected in lengths[1:])
 
 
+@pytest.mark.parametrize("window", [1, 6, 24])
+def test_a_windowed_drafters_cache_is_bounded(target, window, monkeypatch):
+    prompt = prompt_of(20)
+    sequence = plain(target, prompt)
+    drafter = mixed(tiny_drafter(target, context_window=window), target, sequence)
+    lengths = []
+    original = RetraceCandidateGenerator.get_candidates
+
+    def get_candidates(generator, *args, **kwargs):
+        out = original(generator, *args, **kwargs)
+        lengths.append(generator._cache.get_seq_length())
+        return out
+
+    monkeypatch.setattr(RetraceCandidateGenerator, "get_candidates", get_candidates)
+    assert torch.equal(plain(target, prompt, assistant_model=drafter), sequence)
+    assert max(lengths) == window + BLOCK_SIZE
+    drafter = randomize(tiny_drafter(target, context_window=window))
+    assert torch.equal(plain(target, prompt, assistant_model=drafter), sequence)
+    # transformers' own generator keeps every row; the drafter's forward hides the same ones.
+    own = plain(target, prompt, assistant_model=drafter, speculation_type="dflash")
+    assert torch.equal(own, sequence)
+
+
 # -- pairing ---------------------------------------------------------------------------------------------------------
 
 

@@ -51,11 +51,14 @@ def backbone(target, texts, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("conditioning", ["none", "overwrite", "gated", "corrected"])
+@pytest.mark.parametrize(
+    ("conditioning", "window"),
+    [("none", None), ("overwrite", None), ("gated", None), ("corrected", None), ("corrected", 6)],
+)
 @torch.no_grad()
-def test_rollout_equals_generate(target, texts, backbone, conditioning):
+def test_rollout_equals_generate(target, texts, backbone, conditioning, window):
     prompts, sequences, end = texts
-    drafter = RetraceDrafter.from_dflash(backbone, conditioning=conditioning)
+    drafter = RetraceDrafter.from_dflash(backbone, conditioning=conditioning, context_window=window)
     if drafter.trajectory is not None:
         randomize(drafter.trajectory, std=0.05)
     expected = []

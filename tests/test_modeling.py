@@ -118,6 +118,28 @@ def test_cache_in_pieces_equals_all_at_once(drafter):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_context_window_hides_what_lies_before_it(target, padding):
+    """Whoever calls: transformers' own DFlash generator hands over every row and drops none."""
+    drafter = tiny_drafter(target, context_window=4)
+    inputs = inputs_for(drafter, context=11)
+    near = {**inputs, "context_hidden_states": inputs["context_hidden_states"][:, -4:]}
+    positions = torch.arange(7, 11 + BLOCK_SIZE)[None]
+    expected = drafter(**near, position_ids=positions).last_hidden_state
+    mask = torch.tensor([[0] * padding + [1] * (11 - padding + BLOCK_SIZE)]) if padding else None
+    assert_close(drafter(**inputs, attention_mask=mask).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
+    cache = DFlashCache(config=drafter.config)
+    cache.set_previous_accepted_tokens(9)
+    first = {**inputs, "context_hidden_states": inputs["context_hidden_states"][:, :9]}
+    drafter(**first, cache=cache)
+    cache.crop(-BLOCK_SIZE)
+    cache.set_previous_accepted_tokens(2)
+    rest = {**inputs, "context_hidden_states": inputs["context_hidden_states"][:, 9:]}
+    out = drafter(**rest, position_ids=torch.arange(9, 11 + BLOCK_SIZE)[None], cache=cache).last_hidden_state
+    assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_two_dimensional_mask_hides_padding(drafter):
     inputs = inputs_for(drafter, context=6)
     alone = drafter(**inputs).last_hidden_state
@@ -299,6 +321,7 @@ def test_draft_layers_may_start_from_the_targets(target):
         ({"conditioning": "maybe"}, "conditioning is 'maybe'"),
         ({"context_fusion": "kv"}, "context_fusion is 'kv'"),
         ({"item_slots": 4}, "item_slots=4"),
+        ({"context_window": 0}, "context_window is 0"),
         ({"mask_token_id": 999, "vocab_size": 200}, "mask_token_id 999"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "multiple"),
         ({"layer_types": ["sliding_attention"], "num_hidden_layers": 1}, "full_attention"),

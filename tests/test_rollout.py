@@ -68,16 +68,17 @@ def test_labels_against_a_loop():
                     assert labels[b, n, slot - 1] == ids[b, anchor + slot]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_mask_against_a_loop(causal):
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3), (False, 1)])
+def test_mask_against_a_loop(causal, window):
     blocks, length, size = at(3, 4, 9), 12, 4
-    mask = rollout.attention_mask(blocks, length, size, causal)[0, 0]
+    mask = rollout.attention_mask(blocks, length, size, causal, window)[0, 0]
     assert mask.shape == (3 * size, length + 3 * size)
     for n in range(3):
         for slot in range(size):
             for key in range(length + 3 * size):
                 if key < length:
-                    expected = key < int(blocks.anchors[0, n])
+                    behind = int(blocks.anchors[0, n]) - key  # tokens back from the anchor
+                    expected = 1 <= behind <= (window or length)
                 else:
                     block, other = divmod(key - length, size)
                     expected = block == n and (not causal or other <= slot)
@@ -206,12 +207,21 @@ def half_right(target, drafter, ids, seed=0):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("conditioning", ["corrected", "gated", "overwrite"])
-@torch.no_grad()
 def test_training_equals_decoding_carried_round_included(family, conditioning):
+    check_training_equals_decoding(family, conditioning)
+
+
+@pytest.mark.parametrize("window", [1, 5, 24])
+def test_training_equals_decoding_within_a_context_window(window):
+    check_training_equals_decoding("qwen3", "corrected", window)
+
+
+@torch.no_grad()
+def check_training_equals_decoding(family, conditioning, window=None):
     """Every round of a generate() call, rebuilt by the training path from the anchor before it."""
     target = tiny_target(family)
     ids, mask = text_of(target)
-    drafter = randomize(tiny_drafter(target, conditioning=conditioning))
+    drafter = randomize(tiny_drafter(target, conditioning=conditioning, context_window=window))
     half_right(target, drafter, ids)
     rounds = decode_rounds(target, drafter, ids, prompt_length=9)
     config, embedding = drafter.config, target.get_input_embeddings()
@@ -220,6 +230,7 @@ def test_training_equals_decoding_carried_round_included(family, conditioning):
     for (anchor, decoded), (next_anchor, next_decoded) in zip(rounds, rounds[1:]):
         # Features: all context handed over so far, and nothing else.
         new = decoded["context_hidden_states"].shape[1]
+        seen = anchor - new if window is not None else seen  # rows before the window are not handed over
         assert relative(decoded["context_hidden_states"], clean.features[:, seen : seen + new]) < 1e-5
         seen += new
         assert seen == anchor

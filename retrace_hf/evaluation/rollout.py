@@ -155,7 +155,7 @@ def _draft(target, drafter, batch: _Batch) -> torch.Tensor:
     blocks = _blocks(batch.anchors)
     ids = block_tokens(batch.input_ids.gather(1, blocks.anchors), config.mask_token_id, config.block_size)
     embeds = embed_block(target.get_input_embeddings(), ids, drafter)
-    mask = attention_mask(blocks, batch.input_ids.shape[1], config.block_size, causal=False)
+    mask = attention_mask(blocks, batch.input_ids.shape[1], config.block_size, False, config.context_window)
     states = drafter(
         noise_embeds=embeds,
         context_hidden_states=embeds.new_zeros(len(ids), 0, len(config.target_layer_ids) * config.hidden_size),

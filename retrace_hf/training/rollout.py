@@ -95,10 +95,14 @@ def scoring_states(last: torch.Tensor, blocks: Blocks, block_size: int) -> torch
     return last[rows, places.clamp(max=last.shape[1] - 1)]
 
 
-def visible_context(blocks: Blocks, context_length: int, block_size: int) -> torch.Tensor:
-    """`[b, N * B, S]` bool: every slot of a block sees the context strictly before its anchor."""
+def visible_context(blocks: Blocks, context_length: int, block_size: int, window: int | None = None) -> torch.Tensor:
+    """`[b, N * B, S]` bool: every slot of a block sees the context strictly before its anchor, or only the last
+    `window` tokens of it."""
     places = torch.arange(context_length, device=blocks.anchors.device)
-    seen = places < blocks.anchors[..., None]  # [b, N, S]
+    anchors = blocks.anchors[..., None]
+    seen = places < anchors  # [b, N, S]
+    if window is not None:
+        seen = seen & (places >= anchors - window)
     return seen.repeat_interleave(block_size, dim=1)
 
 
@@ -110,11 +114,14 @@ def visible_block(num_anchors: int, block_size: int, causal: bool, device: torch
     return torch.block_diag(*[own] * num_anchors) if num_anchors else own[:0, :0]
 
 
-def attention_mask(blocks: Blocks, context_length: int, block_size: int, causal: bool) -> torch.Tensor:
-    """`[b, 1, N * B, S + N * B]` bool, True where a query may look: draft blocks, or verified ones if `causal`."""
+def attention_mask(
+    blocks: Blocks, context_length: int, block_size: int, causal: bool, window: int | None = None
+) -> torch.Tensor:
+    """`[b, 1, N * B, S + N * B]` bool, True where a query may look: draft blocks, with a context `window` where they
+    have one, or verified ones if `causal`."""
     batch_size, num_anchors = blocks.anchors.shape
     inside = visible_block(num_anchors, block_size, causal, blocks.anchors.device).bool()
-    context = visible_context(blocks, context_length, block_size)
+    context = visible_context(blocks, context_length, block_size, window)
     return torch.cat([context, inside.expand(batch_size, -1, -1)], dim=-1)[:, None]
 
 
@@ -172,7 +179,7 @@ def draft_blocks(
     block_ids = block_tokens(input_ids.gather(1, blocks.anchors), config.mask_token_id, config.block_size)
     context_positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(batch_size, -1)
     positions = torch.cat([context_positions, block_positions(blocks.anchors, config.block_size)], dim=1)
-    mask = attention_mask(blocks, input_ids.shape[1], config.block_size, causal=False)
+    mask = attention_mask(blocks, input_ids.shape[1], config.block_size, False, config.context_window)
     states = drafter(
         noise_embeds=embed_block(embedding, block_ids, module),
         context_hidden_states=features.to(device=module.device, dtype=module.dtype),
