@@ -47,7 +47,7 @@ arm() { # NAME CONDITIONING
     local read=("${features[@]}")
     if [ "$2" = corrected ]; then read=(); fi # it runs the target anyway, for its states on the drafts
     train "$1" "${soft[@]}" "${read[@]}" --init_from "$RUNS/stage1" --conditioning "$2" --num_carried_rounds 2 \
-        --learning_rate 5e-4 --trajectory_learning_rate 2e-3 --beta_warmup_steps 20 --max_steps 320 \
+        --learning_rate 5e-4 --trajectory_learning_rate 2e-3 --beta_warmup_steps 20 --max_steps 400 \
         --per_device_train_batch_size 2 --num_anchors 32 --loss_chunk_size 512 --save_steps 50 --seed "$SEED"
 }
 arm corrected corrected
