@@ -516,6 +516,12 @@ def check_target(target: PreTrainedModel) -> None:
         raise ValueError(f"{name} is an encoder-decoder; a block drafter serves decoder-only targets.")
     if target.get_output_embeddings() is None:
         raise ValueError(f"{name} has no LM head (output embeddings); load the target with AutoModelForCausalLM.")
+    if target.device.type == "meta":
+        # The loop sends its tokens to the device of the target's first weights.
+        raise ValueError(
+            f"The first weights of {name} are offloaded (or were never loaded), so its tokens have no device to go "
+            "to; keep the embedding on a device in device_map, and offload later layers or the head."
+        )
     cure = "a block drafter cannot serve it, generate without assistant_model."
     if getattr(target, "_is_stateful", False):
         raise ValueError(f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft; {cure}")
@@ -531,8 +537,20 @@ def check_target(target: PreTrainedModel) -> None:
         )
 
 
+def _check_virtual_tokens(target: PreTrainedModel) -> None:
+    """PEFT's prompt learning puts rows before the prompt that are no tokens; it hooks into the target as here."""
+    owner = getattr(target.prepare_inputs_for_generation, "__self__", target)
+    adapter = getattr(owner, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"The adapter {type(adapter).__name__.removesuffix('Config')} puts virtual tokens before the prompt, "
+            "which a drafter cannot count; generate without assistant_model, or use an adapter of the layers, such as LoRA."
+        )
+
+
 def _check_models(config, target: PreTrainedModel) -> None:
     check_target(target)
+    _check_virtual_tokens(target)
     name = type(target).__name__
     text = target.config.get_text_config(decoder=True)
     if config.hidden_size != text.hidden_size:

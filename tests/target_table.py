@@ -190,7 +190,7 @@ _ROWS = [
     ),
     Family(RECURRENT, "Mamba", "mamba", refused=_STATE),
     Family(RECURRENT, "Mamba 2", "mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}, _STATE),
-    Family(RECURRENT, "Jamba", "jamba", {"num_experts": 2, "use_mamba_kernels": False}, _STATE),
+    Family(RECURRENT, "Jamba", "jamba", {"num_experts": 2}, _STATE),
     Family(RECURRENT, "Bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}, _STATE),
     Family(RECURRENT, "Falcon-H1", "falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, _STATE),
     Family(RECURRENT, "RecurrentGemma", "recurrent_gemma", {"lru_width": 32, "attention_window_size": 16}, _STATE),
