@@ -544,7 +544,7 @@ def _check_virtual_tokens(target: PreTrainedModel) -> None:
     if getattr(adapter, "is_prompt_learning", False):
         raise ValueError(
             f"The adapter {type(adapter).__name__.removesuffix('Config')} puts virtual tokens before the prompt, "
-            "which a drafter cannot count; generate without assistant_model, or use an adapter of the layers, such as LoRA."
+            "which a drafter cannot count; generate without assistant_model, or use an adapter of the layers (LoRA)."
         )
 
 

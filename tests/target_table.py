@@ -127,8 +127,19 @@ _ROWS = [
         untrainable="cannot verify drafted blocks in training.*chunked_attention.*gated",
     ),
     Family(LEARNED, "GPT-2", "gpt2"),
-    Family(LEARNED, "OPT", "opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
-    Family(ALIBI, "BLOOM", "bloom", untrainable="BloomForCausalLM cannot verify drafted blocks.*gated"),
+    Family(
+        LEARNED,
+        "OPT",
+        "opt",
+        {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.25, "tie_word_embeddings": False},
+    ),
+    Family(
+        ALIBI,
+        "BLOOM",
+        "bloom",
+        {"tie_word_embeddings": False},
+        untrainable="BloomForCausalLM cannot verify drafted blocks.*gated",
+    ),
     Family(
         IMAGE,
         "Qwen2.5-VL",

@@ -9,7 +9,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from torch import nn
 from torch.testing import assert_close
 
-from retrace_hf import RetraceDrafter, record_acceptance
+from retrace_hf import RetraceDrafter, RetraceTrainer, RetraceTrainingArguments, record_acceptance
 from retrace_hf.candidate_generator import check_head, draft_logits
 from retrace_hf.training import rollout
 from retrace_hf.training.losses import SeenTokens
@@ -132,6 +132,15 @@ def test_training_verifies_as_decoding_does(name):
         assert (states[:, n] - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_the_trainer_asks_before_it_trains(tmp_path):
+    target = tiny_target("bloom")
+    args = {"use_cpu": True, "report_to": [], "output_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match=FAMILIES["bloom"].untrainable):
+        RetraceTrainer(tiny_drafter(target), target, RetraceTrainingArguments(num_carried_rounds=1, **args))
+    RetraceTrainer(tiny_drafter(target, "gated"), target, RetraceTrainingArguments(num_carried_rounds=1, **args))
+    RetraceTrainer(tiny_drafter(target), target, RetraceTrainingArguments(num_carried_rounds=0, **args))
+
+
 def test_a_target_that_ignores_positions_is_not_trained(monkeypatch):
     target = tiny_target("llama")
     forward = type(target.model).forward
@@ -171,6 +180,13 @@ def test_what_cannot_be_served_is_refused_by_name_before_it_has_run(name):
     with pytest.raises(ValueError, match=message):
         plain(target, prompt_of(7), NEW_TOKENS, assistant_model=tiny_drafter(tiny_target()))
     assert not ran
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "mixtral", "phi3"])
+def test_draft_layers_do_not_start_from_layers_of_another_shape(name):
+    target = tiny_target(name)
+    with pytest.raises(ValueError, match="Llama / Qwen shape.*init_from_target=False"):
+        tiny_drafter(target, init_from_target=True)
 
 
 # -- heads and vocabularies ------------------------------------------------------------------------------------------
