@@ -1,11 +1,12 @@
 """One round of drafting inside `generate()`, and the check that a drafter and a target belong together."""
 
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DFlashCache
+from transformers.cache_utils import DFlashCache, DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import (
     LogitNormalization,
@@ -35,6 +36,9 @@ from .trajectory import RejectedTrajectory, align_trajectory
 logger = logging.get_logger(__name__)
 
 PROPOSALS = ("argmax", "sample")
+
+# What weights are stored in where they are not quantised (float8 ones are).
+_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Processors that look at each row alone and never move its argmax: they cost no loop over slots.
 _ROW_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, LogitNormalization)
@@ -376,18 +380,23 @@ def check_head(target: PreTrainedModel) -> None:
 
 def _head(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     head = target.get_output_embeddings()
-    dtype = head.weight.dtype if head.weight.is_floating_point() else target.dtype
-    hidden = hidden.to(device=_device_of(head, default=hidden.device), dtype=dtype)
+    hidden = hidden.to(device=_device_of(head, default=hidden.device), dtype=_dtype_of(head, default=target.dtype))
     return _few_rows(head, hidden) if _gains_from_few_rows(head, hidden) else head(hidden)
 
 
-def _gains_from_few_rows(head: nn.Module, hidden: torch.Tensor) -> bool:
-    """Whether [`_few_rows`] is the faster way, and the head is no more than its weights."""
+def is_plain_linear(head: nn.Module) -> bool:
+    """Whether a head is no more than its weight and bias: not quantised, wrapped, hooked or offloaded."""
+    if type(head) is not nn.Linear:
+        return False
     # Offloading replaces the instance's forward and leaves the weight on meta; quantisers bring their own tensors.
     untouched = not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
-    plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not head.weight.is_meta and untouched
+    return type(head.weight) is nn.Parameter and not head.weight.is_meta and untouched
+
+
+def _gains_from_few_rows(head: nn.Module, hidden: torch.Tensor) -> bool:
+    """Whether [`_few_rows`] is the faster way to the same logits."""
     few = 1 < hidden.shape[:-1].numel() <= 8
-    return plain and few and hidden.device.type == "cpu" and hidden.dtype == torch.float32
+    return few and hidden.device.type == "cpu" and hidden.dtype == torch.float32 and is_plain_linear(head)
 
 
 def _few_rows(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
@@ -399,7 +408,15 @@ def _few_rows(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 def _device_of(module: nn.Module, default: torch.device) -> torch.device:
     """Where a module wants its input. Offloaded weights are on meta, and their hooks move the input themselves."""
-    return default if module.weight.is_meta else module.weight.device
+    # Any tensor tells: a quantised module may have no `weight`, or one that is a method.
+    own = next(chain(module.parameters(), module.buffers()), None)
+    return default if own is None or own.is_meta else own.device
+
+
+def _dtype_of(module: nn.Module, default: torch.dtype) -> torch.dtype:
+    """What a module wants its input in: its weight's dtype, and `default` where the weight is quantised."""
+    weight = getattr(module, "weight", None)
+    return weight.dtype if isinstance(weight, torch.Tensor) and weight.dtype in _PLAIN_DTYPES else default
 
 
 def _draw(logits: torch.Tensor) -> torch.LongTensor:
@@ -496,13 +513,50 @@ def check_pairing(
         _check_inputs(input_ids, generation_config, model_kwargs or {})
 
 
-def _check_models(config, target: PreTrainedModel) -> None:
+def check_target(target: PreTrainedModel) -> None:
+    """Raises a ValueError if no block drafter can serve this target, by name."""
     name = type(target).__name__
-    text = target.config.get_text_config(decoder=True)
     if getattr(target.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; a block drafter serves decoder-only targets.")
     if target.get_output_embeddings() is None:
         raise ValueError(f"{name} has no LM head (output embeddings); load the target with AutoModelForCausalLM.")
+    if target.device.type == "meta":
+        # The loop sends its tokens to the device of the target's first weights.
+        raise ValueError(
+            f"The first weights of {name} are offloaded (or were never loaded), so its tokens have no device to go "
+            "to; keep the embedding on a device in device_map, and offload later layers or the head."
+        )
+    cure = "a block drafter cannot serve it, generate without assistant_model."
+    if getattr(target, "_is_stateful", False):
+        raise ValueError(f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft; {cure}")
+    text = target.config.get_text_config(decoder=True)
+    # The cache that generate() makes. Layers without plain keys and values say that they cannot be cropped.
+    layers = DynamicCache(config=text).layers
+    kinds = getattr(text, "layer_types", None) or [type(layer).__name__ for layer in layers]
+    fixed = sorted({kind for kind, layer in zip(kinds, layers) if not layer.is_croppable})
+    if fixed:
+        raise ValueError(
+            f"{name} has layers of {', '.join(fixed)}, whose state cannot be rolled back after a rejected draft; "
+            f"{cure}"
+        )
+
+
+def _check_virtual_tokens(target: PreTrainedModel) -> None:
+    """PEFT's prompt learning puts rows before the prompt that are no tokens; it hooks into the target as here."""
+    owner = getattr(target.prepare_inputs_for_generation, "__self__", target)
+    adapter = getattr(owner, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"The adapter {type(adapter).__name__.removesuffix('Config')} puts virtual tokens before the prompt, "
+            "which a drafter cannot count; generate without assistant_model, or use an adapter of the layers (LoRA)."
+        )
+
+
+def _check_models(config, target: PreTrainedModel) -> None:
+    check_target(target)
+    _check_virtual_tokens(target)
+    name = type(target).__name__
+    text = target.config.get_text_config(decoder=True)
     if config.hidden_size != text.hidden_size:
         raise ValueError(
             f"The drafter's hidden size is {config.hidden_size} and that of {name} is {text.hidden_size}; use the "
@@ -515,10 +569,16 @@ def _check_models(config, target: PreTrainedModel) -> None:
         )
     check_target_layer_ids(config.target_layer_ids, text.num_hidden_layers)
     rows = target.get_input_embeddings().weight.shape[0]
-    if config.vocab_size not in (rows, text.vocab_size):
+    if config.vocab_size > max(rows, text.vocab_size):
         raise ValueError(
             f"The drafter's vocabulary has {config.vocab_size} tokens and that of {name} has {rows}; use the drafter "
             "of this target, or resize the target's embeddings to the size the drafter was trained with."
+        )
+    if config.vocab_size < min(rows, text.vocab_size):
+        # The drafter has no row of its own for any token, so tokens added to its target do it no harm.
+        logger.warning_once(
+            f"The drafter was made for {config.vocab_size} tokens and {name} has {rows}. That is right if tokens were "
+            "added to the drafter's own target, or its embeddings padded; else use the drafter of this target."
         )
     if config.mask_token_id is None:
         raise ValueError(
@@ -544,7 +604,10 @@ def _check_options(generation_config, target: PreTrainedModel) -> None:
         if value is not None and value > 1:
             raise ValueError(f"{option} is {value}; a drafter serves one sequence at a time, set {option}=1.")
     if generation_config.use_cache is False:
-        raise ValueError("use_cache is False; a drafter needs the target's cache, leave use_cache out.")
+        raise ValueError(
+            "use_cache is False; a drafter needs the target's cache, leave use_cache out, or pass use_cache=True "
+            "where the target's own config switches it off."
+        )
     for option in _CONFLICTING:
         if getattr(generation_config, option, None):
             raise ValueError(

@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
+from .candidate_generator import check_target
 from .configuration_retrace import RetraceConfig
 from .context import check_target_layer_ids, default_target_layer_ids
 
@@ -69,15 +70,8 @@ def config_for_target(
 
 
 def _refuse_unservable(target: PreTrainedModel, text) -> None:
+    check_target(target)
     name = type(target).__name__
-    if getattr(target.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder; a block drafter serves decoder-only targets.")
-    if target.get_output_embeddings() is None:
-        raise ValueError(f"{name} has no LM head; load the target with AutoModelForCausalLM.")
-    if getattr(target, "_is_stateful", False):
-        raise ValueError(
-            f"{name} keeps a recurrent state that cannot be rolled back after a rejection; it cannot be served."
-        )
     for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
         if getattr(text, field, None) is None:
             raise ValueError(f"The config of {name} has no {field}; a drafter cannot be shaped for it.")
@@ -123,8 +117,14 @@ def initialize_from_target(drafter, target: PreTrainedModel) -> None:
 
     Source: reported to help by Osprey (starting a drafter from the target's own layers).
     """
-    layers = target.get_decoder().layers
+    layers = getattr(target.get_decoder(), "layers", None)
     config = drafter.config
+    text = target.config.get_text_config(decoder=True)
+    if layers is None or getattr(text, "hidden_act", None) != config.hidden_act:
+        raise ValueError(
+            f"{type(target).__name__} has no layers of the Llama / Qwen shape (an MLP gated by {config.hidden_act}), "
+            "so draft layers cannot start from it; use init_from_target=False."
+        )
     first = min(config.target_layer_ids[-1] + 1, len(layers) - config.num_hidden_layers)
     source = [layers[first + i] for i in range(config.num_hidden_layers)]
     for draft, layer in zip(drafter.layers, source):
@@ -140,7 +140,9 @@ def _copy_layer(draft, layer) -> None:
     state = layer.state_dict()
     own = draft.state_dict()
     needed = {k for k in own if not k.endswith(("q_norm.weight", "k_norm.weight"))}
-    if not needed <= set(state) or any(state[k].shape != own[k].shape for k in needed):
+    # Norms of other places make it another layer; biases of the projections are small and left behind.
+    other = {k for k in set(state) - set(own) if not k.endswith("_proj.bias")}
+    if other or not needed <= set(state) or any(state[k].shape != own[k].shape for k in needed):
         raise ValueError(
             f"{type(layer).__name__} is not of the Llama / Qwen shape, so draft layers cannot start from it; use "
             "init_from_target=False."

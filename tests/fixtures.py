@@ -3,57 +3,22 @@
 from collections.abc import Callable
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
+from transformers import PreTrainedModel
 
 from retrace_hf import RetraceDrafter
 
+from .target_table import FAMILIES, VOCAB_SIZE
 
-VOCAB_SIZE = 200
+
 MASK_TOKEN_ID = 199
 BLOCK_SIZE = 8
 
-_SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    # Large weights: with the default scale greedy text of a random model repeats one token.
-    "initializer_range": 0.25,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-_FAMILIES = {
-    "qwen3": (Qwen3Config, {}),
-    "llama": (LlamaConfig, {}),
-    # A softcap on the logits, and layers whose window is shorter than most prompts.
-    "gemma2": (Gemma2Config, {"sliding_window": 24, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}),
-    "mistral": (MistralConfig, {"sliding_window": None}),
-    "granite": (GraniteConfig, {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
-    "cohere": (CohereConfig, {"logit_scale": 0.25}),
-}
-
 
 def tiny_target(family: str = "qwen3", seed: int = 0, **overrides) -> PreTrainedModel:
-    """A random fp32 target of 6 layers whose greedy text varies. Families: qwen3, llama, gemma2, mistral, granite,
-    cohere."""
-    config_class, extra = _FAMILIES[family]
-    config = config_class(**{**_SHAPE, **extra, **overrides})
+    """A random fp32 target of 6 layers whose greedy text varies, of a family of `target_table.py`."""
+    row = FAMILIES[family]
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return row.auto_class.from_config(row.config(**overrides), dtype=torch.float32).eval()
 
 
 def tiny_drafter(
@@ -93,6 +58,7 @@ def script_drafter(
     target: PreTrainedModel,
     sequence: torch.LongTensor,
     num_right: Callable[[int], int],
+    **inputs,
 ) -> RetraceDrafter:
     """Patches the forward so that round t proposes `num_right(t)` tokens of `sequence` and a wrong one after them.
 
@@ -102,9 +68,10 @@ def script_drafter(
     Args:
         sequence (`torch.LongTensor` of shape `[1, length]`): Prompt and plain continuation, without padding.
         num_right (`Callable[[int], int]`): By round, counted from 0.
+        inputs: What else the target needs for the sequence, an image for instance.
     """
-    last = target.config.get_text_config().num_hidden_layers
-    states = target(input_ids=sequence, output_hidden_states=True).hidden_states[last]
+    last = target.config.get_text_config(decoder=True).num_hidden_layers
+    states = target(input_ids=sequence, output_hidden_states=True, **inputs).hidden_states[last]
     states = torch.cat([states, states[:, -1:].expand(-1, 2 * drafter.config.block_size, -1)], dim=1)
     real_forward = type(drafter).forward
     rounds = iter(range(10**6))
@@ -123,11 +90,13 @@ def script_drafter(
     return drafter
 
 
-def oracle(drafter: RetraceDrafter, target: PreTrainedModel, sequence: torch.LongTensor) -> RetraceDrafter:
+def oracle(drafter: RetraceDrafter, target: PreTrainedModel, sequence: torch.LongTensor, **inputs) -> RetraceDrafter:
     """A drafter that is always right about `sequence`."""
-    return script_drafter(drafter, target, sequence, lambda t: drafter.config.block_size)
+    return script_drafter(drafter, target, sequence, lambda t: drafter.config.block_size, **inputs)
 
 
-def always_wrong(drafter: RetraceDrafter, target: PreTrainedModel, sequence: torch.LongTensor) -> RetraceDrafter:
+def always_wrong(
+    drafter: RetraceDrafter, target: PreTrainedModel, sequence: torch.LongTensor, **inputs
+) -> RetraceDrafter:
     """A drafter that is never right about `sequence`."""
-    return script_drafter(drafter, target, sequence, lambda t: 0)
+    return script_drafter(drafter, target, sequence, lambda t: 0, **inputs)

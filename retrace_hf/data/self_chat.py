@@ -9,6 +9,7 @@ Source of the sampled prompts: Magpie, arXiv 2406.08464.
 """
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..candidate_generator import transform_logits
+from ..candidate_generator import draft_logits, is_plain_linear, transform_logits
 from ..roomy_cache import roomy_cache
 from ..seeds import mixed_generator
 from .features import target_fingerprint
@@ -148,14 +149,12 @@ def chat_rows(
     device = target.get_input_embeddings().weight.device
     config = target.config.get_text_config(decoder=True)
     cache = roomy_cache(config.num_hidden_layers, length)
-    head = target.get_output_embeddings()
-    weight = head.weight.float()  # logits in bfloat16 would tie too often
-    bias = None if head.bias is None else head.bias.float()
+    logits_of = _float32_head(target)
     unsaid = torch.tensor([i for i in tokenizer.all_special_ids if i != parts.end], dtype=torch.long, device=device)
     ids = torch.tensor([[chat.take(-1, -1) for _ in parts.start] for chat in chats], device=device)
     while len(chats[0].ids) < length:
         states = target.get_decoder()(ids, cache=cache, use_cache=True).last_hidden_state[:, -1]
-        logits = transform_logits(target, torch.nn.functional.linear(states.float(), weight, bias))
+        logits = logits_of(states)
         greedy = logits.argmax(-1).tolist()
         logits[:, unsaid] = -torch.inf
         logits[[not chat.may_end for chat in chats], parts.end] = -torch.inf
@@ -164,6 +163,17 @@ def chat_rows(
         sampled = top.indices.gather(1, drawn).squeeze(1).tolist()
         ids = torch.tensor([[c.take(s, g)] for c, s, g in zip(chats, sampled, greedy)], device=device)
     return [{"input_ids": chat.ids, "answers": chat.answers} for chat in chats]
+
+
+def _float32_head(target) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The target's logits in float32, in bfloat16 they would tie too often; as its head gives them where that is more
+    than its weights."""
+    head = target.get_output_embeddings()
+    if not is_plain_linear(head):
+        return lambda states: draft_logits(target, states).float()
+    weight = head.weight.float()
+    bias = None if head.bias is None else head.bias.float()
+    return lambda states: transform_logits(target, torch.nn.functional.linear(states.float(), weight, bias))
 
 
 def self_chat(

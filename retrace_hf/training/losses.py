@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..candidate_generator import is_plain_linear
+
 
 # Decay of the slot weights by block size, as DFlash was trained (arXiv 2602.06036).
 _PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -138,9 +140,17 @@ class SeenTokens:
     Args:
         head (`torch.nn.Linear`): The target's LM head, `[V, D]`.
         token_ids (`Iterable[int]`): Tokens to keep.
+
+    Raises:
+        ValueError: the head is more than its weight and bias.
     """
 
     def __init__(self, head: torch.nn.Linear, token_ids):
+        if not is_plain_linear(head):
+            raise ValueError(
+                f"The target's head ({type(head).__name__}) is quantised, wrapped or offloaded, so some of its rows "
+                "cannot be had alone; set loss_on_seen_tokens=False."
+            )
         self.token_ids = torch.tensor(sorted(set(token_ids)), device=head.weight.device)  # [n]
         self.weight = head.weight.detach()[self.token_ids]
         self.bias = None if head.bias is None else head.bias.detach()[self.token_ids]

@@ -17,6 +17,7 @@ from .rollout import (
     Blocks,
     block_labels,
     carried_trajectory,
+    check_verification,
     count_accepted,
     draft_blocks,
     read_clean_text,
@@ -40,7 +41,7 @@ class RetraceTrainer(Trainer):
         kwargs: As in [`~transformers.Trainer`].
 
     Raises:
-        ValueError: drafter and target do not belong together.
+        ValueError: drafter and target do not belong together, or the target cannot verify blocks in training.
 
     Source: training of ReTrace, arXiv 2608.29748; stage 1 (`num_carried_rounds=0`) is DFlash's, arXiv 2602.06036.
     """
@@ -68,6 +69,8 @@ class RetraceTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         if self.target.device != self.args.device and not hasattr(self.target, "hf_device_map"):
             self.target.to(self.args.device)
+        if self._verifies(self._config):
+            check_verification(self.target)
         self._seen = self._seen_tokens() if args.loss_on_seen_tokens else None
 
     # -- anchors: drawn before the step, so that the loss can be normalised over the accumulated batch ---------------
@@ -98,6 +101,10 @@ class RetraceTrainer(Trainer):
         if self.args.loss_type == "dpace":
             return blocks.valid.sum().float()
         return decay_weights(supervised, self._gamma).sum()
+
+    def _verifies(self, config) -> bool:
+        """Whether steps read the target's states on drafted blocks."""
+        return config.conditioning == "corrected" and self.args.num_carried_rounds > 0
 
     @property
     def _config(self):
@@ -133,7 +140,7 @@ class RetraceTrainer(Trainer):
         input_ids, loss_mask = inputs["input_ids"], inputs["loss_mask"]
         config = self._config
         # Only the correction reads the target's states on the drafts; all else does without verification.
-        verifies = config.conditioning == "corrected" and self.args.num_carried_rounds > 0
+        verifies = self._verifies(config)
         with self._as_generate_runs_it():
             room = blocks.anchors.shape[1] * config.block_size if verifies else None
             features, last, cache = self._read_text(inputs, room)
