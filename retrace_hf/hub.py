@@ -1,7 +1,7 @@
 """What a drafter's folder holds besides weights and config, so that it runs where this package is not installed.
 
-`AutoModel.from_pretrained(folder, trust_remote_code=True)` reads the flat modules that `auto_map` in config.json names,
-`target.generate(..., custom_generate=folder, trust_remote_code=True)` reads `custom_generate/generate.py`.
+`AutoModel.from_pretrained(folder, trust_remote_code=True)` reads the flat modules that `auto_map` in config.json
+names, `target.generate(..., custom_generate=folder, trust_remote_code=True)` reads `custom_generate/generate.py`.
 """
 
 import inspect

@@ -170,7 +170,7 @@ def _check_is_retrace(path, kwargs: dict) -> None:
 
 
 def _check_has_tokenizer(path) -> None:
-    """Raises where a pipeline was given a drafter's folder and will not find there the tokenizer that it reads next."""
+    """Raises where a pipeline was given a drafter's folder without the tokenizer that it reads there next."""
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "tokenizer_config.json")):
         raise ValueError(
             f"A pipeline also reads a tokenizer from {path}, and there is none; save the target's there "

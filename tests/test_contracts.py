@@ -159,7 +159,7 @@ def test_what_validate_generation_mode_is_told(monkeypatch):
     with pytest.raises(StopIteration):
         tiny_model().generate(PROMPT, assistant_model=assistant, assistant_tokenizer=tokenizer)
     assert told["kwargs"].get("assistant_model") is assistant, moved(
-        f"_validate_generation_mode finds the assistant no longer under 'assistant_model' but has {list(told['kwargs'])}",
+        f"_validate_generation_mode finds no assistant under 'assistant_model' but has {list(told['kwargs'])}",
         "generation.py _validating()",
     )
     assert told["kwargs"].get("assistant_tokenizer") is tokenizer, moved(
