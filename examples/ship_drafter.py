@@ -1,5 +1,5 @@
-"""Puts a trained drafter into a folder laid out as its Hub repository: float16 weights that load as float32, its
-results and a card whose every figure comes from them.
+"""Puts a trained drafter into a folder laid out as its Hub repository: float16 weights that load as float32, the
+code that runs them where this package is not installed, results and a card whose every figure comes from them.
 
     python examples/ship_drafter.py runs/smollm2/corrected model_cards/retrace-smollm2-135m
     python examples/ship_drafter.py --results runs/smollm2/results.json model_cards/retrace-smollm2-135m
@@ -31,7 +31,7 @@ tags:
 # ReTrace drafter for SmolLM2-135M-Instruct
 
 A block drafter (DFlash, arXiv 2602.06036) conditioned on its rejected suffix (ReTrace, arXiv 2608.29748):
-{layers} layers, block of {block}, {parameters} million parameters. It needs `pip install retrace_hf`.
+{layers} layers, block of {block}, {parameters} million parameters.
 
 ```python
 import retrace_hf
@@ -39,6 +39,10 @@ import retrace_hf
 drafter = retrace_hf.RetraceDrafter.from_pretrained("model_cards/retrace-smollm2-135m")
 target.generate(**inputs, assistant_model=drafter)
 ```
+
+Where retrace_hf is not installed the folder's own code does:
+`AutoModel.from_pretrained("model_cards/retrace-smollm2-135m", trust_remote_code=True)`, or no drafter at all and
+`custom_generate="model_cards/retrace-smollm2-135m", trust_remote_code=True` in `generate()`.
 
 Trained on text that SmolLM2 wrote itself{data} by `examples/smollm2.sh`. The weights are stored in float16 and load as
 float32.
@@ -68,8 +72,10 @@ def ship_weights(run: Path, folder: Path):
         config = json.loads(Path(temporary, "config.json").read_text())
         config["dtype"] = "float32"
         Path(temporary, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        for file in ("model.safetensors", "config.json"):
-            os.replace(Path(temporary, file), folder / file)
+        for file in [path for path in Path(temporary).rglob("*") if path.is_file()]:
+            place = folder / file.relative_to(temporary)
+            place.parent.mkdir(exist_ok=True)
+            os.replace(file, place)
     note = run / "training.json"
     if note.is_file():
         write_whole(folder / "training.json", note.read_text())

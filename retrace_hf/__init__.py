@@ -10,6 +10,7 @@ target.generate(**inputs, assistant_model=drafter)
 ```
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, AutoModel
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 AutoConfig.register("retrace", RetraceConfig, exist_ok=True)
-AutoModel.register(RetraceConfig, RetraceDrafter, exist_ok=True)
-install_generate_hook()
+AutoModel.register(RetraceConfig, RetraceDrafter, exist_ok=True)  # the hook came with modeling_retrace
+# pipeline(assistant_model=folder) looks up here the class that config.json names. Not `import transformers`: it puts
+# another module in its own place while it is imported.
+sys.modules["transformers"].RetraceDrafter = RetraceDrafter
 
 # Training pulls in Trainer, accelerate and datasets; a user who only generates should not wait for them.
 _LAZY = {

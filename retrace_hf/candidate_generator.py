@@ -142,6 +142,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self._cache = DFlashCache(config=config)
         self._cache.activate_past_recording()
         self._target_cache = None
+        self._unseen = 0  # tokens that the target's cache holds before those of input_ids
         self._draft_states: torch.Tensor | None = None  # the last round's, [1, B, D]
         self._prompt_rows: torch.Tensor | None = None  # rows of the prefill that are no padding; None: all
 
@@ -187,6 +188,11 @@ class RetraceCandidateGenerator(CandidateGenerator):
             proposals = proposals[:, : self._stop_cap(input_ids, proposals)]
         return torch.cat([input_ids, proposals], dim=1), logits
 
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """The loop has just dropped what was rejected: notes how many tokens the target's cache holds, all verified.
+        A call that fails before the next such moment is rolled back to it (`generation.py`)."""
+        self.generation_config._retrace_verified = self._unseen + input_ids.shape[1] - 1
+
     def _captured(self, model_outputs) -> tuple[torch.Tensor | None, ...]:
         """The target's hidden states by layer index, `None` where a layer was not asked for."""
         hidden_states = getattr(model_outputs, "hidden_states", None)
@@ -205,7 +211,9 @@ class RetraceCandidateGenerator(CandidateGenerator):
         """Prepares the prefill: leaves out what a warm cache holds, and finds the padding, once a call."""
         cached = cached_prefix_length(input_ids, self.generation_config, model_kwargs)
         cache = model_kwargs.get("cache")
-        if cached or (cache is not None and not cache.get_seq_length()):
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        self._unseen = past - cached
+        if not self._unseen:
             self._target_cache = cache  # else it holds text that is not known here
         kept = take_context(cache, self.drafter, input_ids[:, :cached]) if cached else None
         if kept is not None:
@@ -216,6 +224,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
             if unread > 0 and not any(layer.is_sliding for layer in self._target_cache.layers):
                 self._target_cache.crop(-unread)
                 cached -= unread
+        self.generation_config._retrace_verified = self._unseen + cached
         if cached:
             # The loop would feed the whole prompt on top of the cache. These keys are sliced as plain generate()
             # slices them; everything else of the prefill is right for a cache that holds a prefix.
@@ -568,6 +577,11 @@ def _check_models(config, target: PreTrainedModel) -> None:
             f"{text.num_hidden_layers}; use the drafter that was trained for this target."
         )
     check_target_layer_ids(config.target_layer_ids, text.num_hidden_layers)
+    if config.block_size < 2:
+        raise ValueError(
+            f"The drafter's block_size is {config.block_size}; a block needs the anchor and at least one proposal: "
+            "set drafter.config.block_size to 2 or more."
+        )
     rows = target.get_input_embeddings().weight.shape[0]
     if config.vocab_size > max(rows, text.vocab_size):
         raise ValueError(

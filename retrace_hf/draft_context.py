@@ -47,6 +47,9 @@ def take_context(target_cache: Cache, drafter, cached_ids: torch.LongTensor) -> 
     block_size = drafter.config.block_size
     if kept.drafter() is not drafter or kept.cache.get_seq_length() != kept.rows + block_size:
         return None
+    keys = kept.cache.layers[0].keys
+    if (keys.dtype, keys.device) != (drafter.dtype, drafter.device):  # the drafter was moved since
+        return None
     if length > cached_ids.shape[1] or not torch.equal(kept.tokens.to(cached_ids.device), cached_ids[:, :length]):
         return None
     kept.cache.crop(-block_size)

@@ -85,9 +85,27 @@ def _decoding(original: Callable) -> Callable:
             # generate() works on a copy of its config, so this attribute lives as long as the call. It is how
             # upstream itself hands on what a later step needs (`_eos_token_tensor`, `_mask_length`).
             generation_config._retrace_stopping_criteria = call["stopping_criteria"]
+            with _rolling_back(call["model_kwargs"]["cache"], generation_config):
+                return original(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
     return _assisted_decoding
+
+
+@contextmanager
+def _rolling_back(cache, generation_config) -> Iterator[None]:
+    """Drops unverified tokens from the target's cache where a call ends in an exception (a streamer that stops it, an
+    interrupt), so that a later turn on that cache does not take rejected drafts for text."""
+    try:
+        yield
+    except BaseException:
+        verified = getattr(generation_config, "_retrace_verified", None)  # None: nothing has run
+        for layer in cache.layers if verified is not None else ():
+            # Layer by layer: a pass that failed half-way has grown some of them only.
+            surplus = int(layer.get_seq_length()) - verified
+            if surplus > 0:
+                layer.crop(-surplus)
+        raise
 
 
 def _choosing(original: Callable) -> Callable:

@@ -19,9 +19,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
+from transformers.utils import find_adapter_config_file
 
+from .candidate_generator import RetraceCandidateGenerator
 from .configuration_retrace import RetraceConfig
 from .context import check_target_layer_ids, default_target_layer_ids
+from .generation import install_generate_hook
+from .hub import AUTO_MAP, write_code
 from .trajectory import RejectedTrajectory, TrajectoryFusion, overwrite_embeds
 
 
@@ -148,17 +152,29 @@ def _check_is_retrace(path, kwargs: dict) -> None:
     """Raises where there is no checkpoint, or one of another kind, which `from_pretrained` would load as if it were a
     drafter."""
     options = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+    found = {k: kwargs[k] for k in options if k in kwargs}
     try:
-        raw, _ = RetraceConfig.get_config_dict(path, **{k: kwargs[k] for k in options if k in kwargs})
+        raw, _ = RetraceConfig.get_config_dict(path, **found)
     except OSError as error:
         raise OSError(
             f"There is no drafter in {path}: it is no folder with a config.json here ({os.getcwd()}), and the Hub did "
             f"not give it ({str(error).strip().splitlines()[0]})."
         ) from error
+    if not raw and find_adapter_config_file(path, **found) is not None:
+        return  # transformers opens the base that the adapter names
     if raw.get("model_type") != RetraceConfig.model_type:
         raise ValueError(
             f"{path} is a checkpoint of model_type {raw.get('model_type')!r}, not a retrace drafter; a DFlash one is "
             "opened with RetraceDrafter.from_dflash()."
+        )
+
+
+def _check_has_tokenizer(path) -> None:
+    """Raises where a pipeline was given a drafter's folder without the tokenizer that it reads there next."""
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "tokenizer_config.json")):
+        raise ValueError(
+            f"A pipeline also reads a tokenizer from {path}, and there is none; save the target's there "
+            "(tokenizer.save_pretrained), or pass the loaded drafter as assistant_model."
         )
 
 
@@ -277,6 +293,8 @@ class RetraceDrafter(RetracePreTrainedModel):
             ValueError: keys are missing, unknown, or of another shape; nothing is silently re-initialised.
         """
         _check_is_retrace(pretrained_model_name_or_path, kwargs)
+        if "_from_pipeline" in kwargs:
+            _check_has_tokenizer(pretrained_model_name_or_path)
         # Mismatched shapes are let through only to be named below.
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         drafter, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -296,6 +314,19 @@ class RetraceDrafter(RetracePreTrainedModel):
                 "drafter.config.conditioning = 'none' after loading."
             )
         return (drafter, info) if output_loading_info else drafter
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
+        """As in transformers, with the code beside weights and config that a load with `trust_remote_code` needs where
+        this package is not installed."""
+        self.config.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            write_code(save_directory)
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        # save_pretrained(push_to_hub=True) uploads before it comes back here.
+        write_code(working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     @classmethod
     def from_target(
@@ -378,8 +409,6 @@ class RetraceDrafter(RetracePreTrainedModel):
 
     def get_candidate_generator(self, target, generation_config, logits_processor, stopping_criteria, model_kwargs):
         """The generator of one `generate()` call. This method is how the hook recognises a drafter."""
-        from .candidate_generator import RetraceCandidateGenerator
-
         return RetraceCandidateGenerator(
             drafter=self,
             target=target,
@@ -389,5 +418,8 @@ class RetraceDrafter(RetracePreTrainedModel):
             model_kwargs=model_kwargs,
         )
 
+
+# A load with trust_remote_code imports this file and no package.
+install_generate_hook()
 
 __all__ = ["RetraceDrafter", "RetracePreTrainedModel", "default_target_layer_ids"]

@@ -4,10 +4,8 @@ import gc
 import importlib
 import logging
 import math
-import shutil
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import retrace_hf
 from retrace_hf import AcceptanceStats, RetraceCandidateGenerator, install_generate_hook, record_acceptance
+from retrace_hf.hub import write_code
 
 from .fixtures import (
     BLOCK_SIZE,
@@ -439,14 +438,9 @@ def test_installing_again_changes_nothing():
 @pytest.fixture
 def copied_package(tmp_path):
     """The flat files of a `trust_remote_code` repository, imported under another name."""
-    flat = "configuration_retrace modeling_retrace context trajectory positions noise draft_context"
-    flat += " candidate_generator generation"
-    source = Path(retrace_hf.__file__).parent
     folder = tmp_path / "retrace_copy"
-    folder.mkdir()
+    write_code(folder)
     (folder / "__init__.py").touch()
-    for name in flat.split():
-        shutil.copy(source / f"{name}.py", folder)
     sys.path.insert(0, str(tmp_path))
     yield "retrace_copy"
     sys.path.remove(str(tmp_path))

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,7 +10,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 
 ROOT = Path(__file__).parents[1]
@@ -121,3 +124,42 @@ def test_ci_runs_the_tests_and_minds_skips():
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text()
     assert subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+@pytest.fixture
+def oldest():
+    spec = importlib.util.spec_from_file_location("oldest", ROOT / ".ci" / "oldest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PYPROJECT = '[project]\ndependencies = ["torch>=2.6", "transformers>={bound},<6", "safetensors>=0.8", {hub!r}]'
+
+
+@pytest.mark.parametrize(
+    ("bound", "pin", "differs"),
+    [("5.24", "5.24.0", False), ("5.24.0", "5.24", False), ("5.24", "5.25.0", True), ("5.24.1", "5.24.10", True)],
+)
+def test_the_oldest_transformers_is_tested_where_it_is_another(oldest, bound, pin, differs):
+    pyproject = PYPROJECT.format(bound=bound, hub="huggingface_hub>=1.31,<3")
+    constraints = f"# a comment\nhuggingface_hub==2.4.0\ntokenizers==0.23.3\ntorch==2.13.0\ntransformers=={pin}\n"
+    assert oldest.differs(pyproject, constraints) is differs
+    found = oldest.oldest(pyproject, constraints)
+    assert found == {"huggingface_hub": "1.31", "torch": "2.13.0", "transformers": bound, "safetensors": "0.8"}
+
+
+def test_the_oldest_constraints_are_the_projects_own():
+    script = [sys.executable, ROOT / ".ci" / "oldest.py"]
+    lines = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
+    bounds = {r.name: r.specifier for r in map(Requirement, PROJECT["project"]["dependencies"])}
+    for requirement in map(Requirement, lines):
+        (pin,) = requirement.specifier
+        assert pin.version in bounds.get(requirement.name, requirement.specifier), requirement
+    (pin,) = Requirement(next(line for line in lines if line.startswith("transformers"))).specifier
+    constraints = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    same = Version(pin.version) == Version(constraints["transformers"])
+    assert subprocess.run([*script, "--differs"]).returncode == (1 if same else 0)
+    assert "test-oldest" in (ROOT / ".ci" / "run").read_text()
