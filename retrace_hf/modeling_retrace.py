@@ -204,6 +204,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         self.rotary_emb = RetraceRotaryEmbedding(config)
         self.trajectory = TrajectoryFusion(config) if config.conditioning in ("gated", "corrected") else None
         self.gradient_checkpointing = False
+        self.add_model_tags(["retrace", "speculative-decoding"])
         self.post_init()
 
     def forward(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModel
 
 import retrace_hf
@@ -235,6 +236,7 @@ def test_pushing_while_saving_uploads_the_code(drafter, tmp_path, monkeypatch):
     for _ in range(2):  # also over what an earlier call left
         drafter.save_pretrained(tmp_path / "drafter", push_to_hub=True)
         assert {*code_files(), "config.json", "model.safetensors"} <= set(hub.operations)
+    assert {"retrace", "speculative-decoding"} <= set(ModelCard.load(tmp_path / "drafter" / "README.md").data.tags)
 
 
 # -- where it is installed -------------------------------------------------------------------------------------------

@@ -46,8 +46,6 @@ class RetraceTrainer(Trainer):
     Source: training of ReTrace, arXiv 2608.29748; stage 1 (`num_carried_rounds=0`) is DFlash's, arXiv 2602.06036.
     """
 
-    _tag_names = ["retrace", "speculative-decoding"]
-
     def __init__(
         self,
         model,
