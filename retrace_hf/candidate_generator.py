@@ -47,7 +47,7 @@ _STATEFUL = {
     SynthIDTextWatermarkLogitsProcessor: "watermarking_config (SynthID)",
 }
 
-# Options that choose another candidate generator, or a law that is not the target's.
+# Options that choose another candidate generator, or a law that is not the target's, or make the target a drafter.
 _CONFLICTING = (
     "prompt_lookup_num_tokens",
     "use_mtp",
@@ -97,7 +97,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
         stopping_criteria (`StoppingCriteriaList`, *optional*):
             The call's criteria.
         model_kwargs (`dict`, *optional*):
-            The call's model inputs; a cache that already holds tokens is respected.
+            The call's model inputs; a cache that already holds tokens is respected. With `prefill_chunk_size` the
+            prompt is read in chunks, as plain `generate()` reads it.
 
     Raises:
         ValueError: an unknown `drafter.proposal`, a processor that cannot be rolled back, or `"sample"` with a target

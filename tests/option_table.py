@@ -12,7 +12,6 @@ import argparse
 import logging
 import re
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +62,7 @@ MIXED = (2, 0, 5, 1)  # slots that the mixed drafter has right, by round
 PROMPT_LENGTH = 20
 NEW_TOKENS = BLOCK_SIZE + 2  # the prefill's token, a whole block, and a block that the length cuts
 LETTERS = letters_tokenizer()
+OWN_GENERATE = str(Path(__file__).parent / "own_generate")
 
 
 # -- a target, and what options are made of ---------------------------------------------------------------------------
@@ -141,17 +141,6 @@ def own_loop(model, input_ids, logits_processor, stopping_criteria, generation_c
     return model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
 
-def own_repository(bench: Bench) -> str:
-    """A folder with a `generate` of its own, which hands everything on."""
-    folder = Path(tempfile.mkdtemp(prefix="own_generate_"))
-    (folder / "custom_generate").mkdir()
-    (folder / "custom_generate" / "generate.py").write_text(
-        "from transformers import GenerationMixin\n\n\n"
-        "def generate(model, **kwargs):\n    return GenerationMixin.generate(model, **kwargs)\n"
-    )
-    return str(folder)
-
-
 def left_padded(bench: Bench) -> torch.LongTensor:
     return torch.cat([torch.zeros(1, 5, dtype=torch.long), bench.prompt], dim=1)
 
@@ -217,7 +206,7 @@ class Row:
     def label(self) -> str:
         if isinstance(self.value, Made):
             return self.value.label
-        text = getattr(self.value, "__name__", str(self.value))
+        text = getattr(self.value, "__name__", str(self.value)).replace(str(Path(__file__).parent) + "/", "")
         return text if len(text) <= 40 else type(self.value).__name__
 
     def __str__(self) -> str:
@@ -402,6 +391,7 @@ CONFIG_ROWS = [
     *refused("force_words_ids", [[5]], "Constrained Beam Search requires"),
     *equal("prefill_chunk_size", 6, 20, 64),
     *equal("prefill_chunk_size", 6, cache_implementation="static", sliding=_STATIC),
+    *refused("prefill_chunk_size", 0, "prefill_chunk_size is 0; give a number of tokens"),
     *inert("transformers_version", "4.0.0", "a note of what saved the config"),
 ]
 
@@ -453,7 +443,7 @@ ARGUMENT_ROWS = [
     *inert(
         "negative_prompt_attention_mask", Made("ones", lambda b: torch.ones_like(b.prompt)), "read for guidance alone"
     ),
-    *equal("custom_generate", own_loop, Made("a folder", own_repository), trust_remote_code=True),
+    *equal("custom_generate", own_loop, OWN_GENERATE, trust_remote_code=True),
 ]
 
 # What generate() takes as **kwargs and hands to the target.
@@ -535,6 +525,20 @@ COMBINED_ROWS = [
     *equal("output_attentions", True, attention="eager", prefill_chunk_size=6, output_hidden_states=[3]),
     *equal("prefill_chunk_size", 4, input_ids=Made("padded", left_padded), padding=5),
     *equal("prefill_chunk_size", 4, cache=Made("warm", warm_cache)),
+    *refused(
+        "prefill_chunk_size",
+        4,
+        "inputs_embeds cannot be prefilled in chunks; leave out prefill_chunk_size",
+        inputs_embeds=Made("", lambda b: b.target.get_input_embeddings()(b.prompt)),
+    ),
+    *refused(
+        "prefill_chunk_size",
+        4,
+        "prefill_chunk_size and a cache that holds tokens, pass the whole text",
+        cache=Made("warm", warm_cache),
+        input_ids=Made("new tokens alone", lambda b: b.prompt[:, PROMPT_LENGTH // 2 :]),
+        attention_mask=Made("", lambda b: torch.ones_like(b.prompt)),
+    ),
     *equal(
         "stopping_criteria",
         Made("own", lambda b: StoppingCriteriaList([EndsWith(b.text[4:6])])),

@@ -43,8 +43,12 @@ def check(benches, family, row, kind):
     assert not result.faults, f"{row} with a drafter that is {kind}: " + "; ".join(result.faults[:5])
 
 
+# A random drafter accepts as little as one that is always wrong.
+KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind == "real" else kind for kind in DRAFTERS]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_an_option_is_served_as_plain_or_refused(benches, row, kind, deprecations_allowed):
     check(benches, "qwen3", row, kind)
@@ -181,7 +185,7 @@ def test_what_is_refused_late_or_otherwise_is_found(bench):
 def test_the_command_prints_the_table(capsys, monkeypatch):
     assert main(["--option", "disable_compile"]) == 0
     out = capsys.readouterr().out
-    assert "disable_compile" in out and "equal 12 (0)" in out and "DIFFERS" not in out
+    assert "disable_compile" in out and "equal 10 (0)" in out and "DIFFERS" not in out
     monkeypatch.setattr("tests.option_table.differences", lambda *_: ["another text"])
     assert main(["--option", "disable_compile"]) == 1
     assert "qwen3, wrong, disable_compile=True: another text" in capsys.readouterr().out
