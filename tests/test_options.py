@@ -54,9 +54,8 @@ def test_an_option_is_served_as_plain_or_refused(benches, row, kind, deprecation
     check(benches, "qwen3", row, kind)
 
 
-def on_other_families():
-    for family in ("llama", "gemma2"):
-        yield from ((family, row) for row in rows_for(family))
+def on_other_families() -> list[tuple]:
+    return [(family, row) for family in ("llama", "gemma2") for row in rows_for(family)]
 
 
 @pytest.mark.slow
