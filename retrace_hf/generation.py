@@ -8,6 +8,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import nn
+from transformers import Cache
+from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator, DFlashTokenCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
@@ -65,6 +69,12 @@ def _validating(original: Callable) -> Callable:
             )
         if "assistant_tokenizer" in generation_mode_kwargs:
             raise ValueError("A drafter uses the target's tokenizer; leave out assistant_tokenizer.")
+        if generation_mode_kwargs.get("synced_gpus"):
+            raise ValueError(
+                "synced_gpus is True (several processes that share a sharded model); a drafter finishes after other "
+                "numbers of passes in each process. Leave out synced_gpus, or where the model is sharded leave out "
+                "assistant_model."
+            )
         # What upstream would check of the assistant (one tokenizer or two) has been checked above.
         others = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
         return original(self, generation_mode, generation_config, others)
@@ -80,14 +90,22 @@ def _decoding(original: Callable) -> Callable:
         call = signature.bind(self, *args, **kwargs).arguments
         generation_config = call["generation_config"]
         drafter = call.get("assistant_model")
-        if _drafts(drafter, generation_config):
-            check_pairing(drafter, self, generation_config, call.get("model_kwargs"), call["input_ids"])
-            # generate() works on a copy of its config, so this attribute lives as long as the call. It is how
-            # upstream itself hands on what a later step needs (`_eos_token_tensor`, `_mask_length`).
-            generation_config._retrace_stopping_criteria = call["stopping_criteria"]
-            with _rolling_back(call["model_kwargs"]["cache"], generation_config):
-                return original(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
+        if not _drafts(drafter, generation_config):
+            return original(self, *args, **kwargs)
+        check_pairing(drafter, self, generation_config, call.get("model_kwargs"), call["input_ids"])
+        # generate() works on a copy of its config, so this attribute lives as long as the call. It is how
+        # upstream itself hands on what a later step needs (`_eos_token_tensor`, `_mask_length`).
+        generation_config._retrace_stopping_criteria = call["stopping_criteria"]
+        # The loop cuts blocks at the config's limit; plain generate() stops at the criterion's, which may be another.
+        generation_config.max_length = call["stopping_criteria"].max_length
+        cache = call["model_kwargs"]["cache"]
+        with (
+            _not_recording_past(cache),
+            _rolling_back(cache, generation_config),
+            record_acceptance() as stats,
+        ):
+            output = original(self, *args, **kwargs)
+        return _as_plain(output, generation_config, stats, prompt_length=call["input_ids"].shape[1])
 
     return _assisted_decoding
 
@@ -106,6 +124,61 @@ def _rolling_back(cache, generation_config) -> Iterator[None]:
             if surplus > 0:
                 layer.crop(-surplus)
         raise
+
+
+@contextmanager
+def _not_recording_past(cache: Cache) -> Iterator[None]:
+    """Puts a cache's layers back as they were: the loop has them keep all of the past, for as long as they live."""
+    recording = [getattr(layer, "record_past", None) for layer in cache.layers]
+    try:
+        yield
+    finally:
+        for layer, was in zip(cache.layers, recording):
+            if was is not None:
+                layer.record_past = was
+
+
+def _as_plain(output, generation_config, stats: "AcceptanceStats", prompt_length: int):
+    """The loop's output, in plain `generate()`'s shapes where it has others."""
+    if not generation_config.return_dict_in_generate:
+        return output
+    layers = generation_config.output_hidden_states
+    if isinstance(layers, (list, tuple)):  # the drafter had all captured
+        output.hidden_states = tuple(
+            tuple(state if i in layers else None for i, state in enumerate(states)) for states in output.hidden_states
+        )
+    if output.attentions and len(output.attentions[0]) == len(output.cache.layers):
+        output.attentions = _plain_attentions(output.attentions, output.cache, stats, prompt_length)
+    return output
+
+
+def _plain_attentions(attentions: tuple, cache: Cache, stats: "AcceptanceStats", prompt_length: int) -> tuple:
+    """Attentions with plain's columns. The loop cuts a token's row behind its own column or further right: a static
+    cache has more columns, and one that slides has others for each token of a pass."""
+    starts = []  # the position of the first token of the pass, by token
+    for accepted in stats.accepted_per_round:
+        starts += [prompt_length + len(starts)] * (accepted + 1)
+    columns = []
+    for step, of_layers in enumerate(attentions):
+        # Rows of the prefill have plain's columns but for the empty ones of a static cache.
+        window = (prompt_length + step - 1, starts[step - 1]) if step else None
+        pairs = zip(of_layers, cache.layers)
+        columns.append(tuple(_plain_columns(attention, layer, window) for attention, layer in pairs))
+    return tuple(columns)
+
+
+def _plain_columns(attention: torch.Tensor | None, layer, token: tuple[int, int] | None) -> torch.Tensor | None:
+    """One layer's row of a token, given by its position and that of the first token in its pass."""
+    if attention is None:
+        return None
+    if isinstance(layer, StaticLayer):
+        return nn.functional.pad(attention, (0, layer.max_cache_len - attention.shape[-1]))
+    if not layer.is_sliding or token is None:
+        return attention
+    position, start = token
+    seen = layer.sliding_window - 1
+    own = position - max(start - seen, 0)
+    return attention[..., own - min(position, seen) : own + 1]
 
 
 def _choosing(original: Callable) -> Callable:

@@ -3,7 +3,11 @@
 from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from retrace_hf import RetraceDrafter
 
@@ -100,3 +104,12 @@ def always_wrong(
 ) -> RetraceDrafter:
     """A drafter that is never right about `sequence`."""
     return script_drafter(drafter, target, sequence, lambda t: 0, **inputs)
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """Token i is a two-letter word; the text is the words without spaces between them."""
+    vocab = {chr(97 + i // 20) + chr(97 + i % 20): i for i in range(VOCAB_SIZE - 1)}
+    tokenizer = Tokenizer(WordLevel({**vocab, "[UNK]": VOCAB_SIZE - 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Split(Regex(".."), "isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")

@@ -2,22 +2,16 @@ import contextvars
 import copy
 import gc
 import importlib
-import logging
 import math
 import sys
 import threading
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 from transformers import (
     AutoModel,
     DynamicCache,
     GenerationMixin,
-    PreTrainedTokenizerFast,
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
@@ -33,6 +27,7 @@ from .fixtures import (
     BLOCK_SIZE,
     VOCAB_SIZE,
     always_wrong,
+    letters_tokenizer,
     oracle,
     plain,
     prompt_of,
@@ -59,15 +54,6 @@ def prompt():
 @pytest.fixture(scope="module")
 def sequence(target, prompt):
     return plain(target, prompt)
-
-
-@pytest.fixture
-def deprecations_allowed():
-    """For what is deprecated upstream but must go on working, and for what upstream itself still uses."""
-    logger = logging.getLogger("transformers")
-    handlers = [h for h in logger.handlers if type(h).__name__ == "_DeprecationsFail"]
-    for handler in handlers:
-        logger.removeHandler(handler)
 
 
 def drafters(target, sequence):
@@ -390,15 +376,6 @@ def test_a_custom_stop_inside_a_block_is_not_missed(target, prompt, sequence, po
         assert torch.equal(out.sequences, expected), kind
         assert tokens_of(streamer.puts) == expected[0, 20:].tolist()
         assert out.cache.get_seq_length() == expected.shape[1] - 1
-
-
-def letters_tokenizer():
-    """Token i is a two-letter word; the text is the words without spaces between them."""
-    vocab = {chr(97 + i // 20) + chr(97 + i % 20): i for i in range(VOCAB_SIZE - 1)}
-    tokenizer = Tokenizer(WordLevel({**vocab, "[UNK]": VOCAB_SIZE - 1}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Split(Regex(".."), "isolated")
-    tokenizer.decoder = Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 
 @pytest.mark.parametrize("position", [2, 5, 9, 30])
