@@ -1,5 +1,6 @@
-"""Puts a trained drafter into a folder laid out as its Hub repository: float16 weights that load as float32, the
-code that runs them where this package is not installed, results and a card whose every figure comes from them.
+"""Puts a trained drafter into a folder of this repository: float16 weights that load as float32, results and a card
+whose every figure comes from them. `RetraceDrafter.from_pretrained(folder).push_to_hub(...)` adds the code of the day
+that runs it where this package is not installed.
 
     python examples/ship_drafter.py runs/smollm2/corrected model_cards/retrace-smollm2-135m
     python examples/ship_drafter.py --results runs/smollm2/results.json model_cards/retrace-smollm2-135m
@@ -31,7 +32,7 @@ tags:
 # ReTrace drafter for SmolLM2-135M-Instruct
 
 A block drafter (DFlash, arXiv 2602.06036) conditioned on its rejected suffix (ReTrace, arXiv 2608.29748):
-{layers} layers, block of {block}, {parameters} million parameters.
+{layers} layers, block of {block}, {parameters} million parameters. It needs `pip install retrace_hf`.
 
 ```python
 import retrace_hf
@@ -39,10 +40,6 @@ import retrace_hf
 drafter = retrace_hf.RetraceDrafter.from_pretrained("model_cards/retrace-smollm2-135m")
 target.generate(**inputs, assistant_model=drafter)
 ```
-
-Where retrace_hf is not installed the folder's own code does:
-`AutoModel.from_pretrained("model_cards/retrace-smollm2-135m", trust_remote_code=True)`, or no drafter at all and
-`custom_generate="model_cards/retrace-smollm2-135m", trust_remote_code=True` in `generate()`.
 
 Trained on text that SmolLM2 wrote itself{data} by `examples/smollm2.sh`. The weights are stored in float16 and load as
 float32.
@@ -71,11 +68,10 @@ def ship_weights(run: Path, folder: Path):
         drafter.half().save_pretrained(temporary)
         config = json.loads(Path(temporary, "config.json").read_text())
         config["dtype"] = "float32"
+        del config["auto_map"]  # it names code, and a copy of the package's would grow old here
         Path(temporary, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        for file in [path for path in Path(temporary).rglob("*") if path.is_file()]:
-            place = folder / file.relative_to(temporary)
-            place.parent.mkdir(exist_ok=True)
-            os.replace(file, place)
+        for file in ("model.safetensors", "config.json"):
+            os.replace(Path(temporary, file), folder / file)
     note = run / "training.json"
     if note.is_file():
         write_whole(folder / "training.json", note.read_text())

@@ -39,14 +39,16 @@ def drafter(target):
 
 @pytest.fixture(scope="module")
 def folders(target, drafter, tmp_path_factory):
-    """A target, a drafter as it is saved, and one as examples/ship_drafter.py ships it."""
+    """A target, a drafter as it is saved, and one that examples/ship_drafter.py has shipped, as it is published."""
     spec = importlib.util.spec_from_file_location("ship_drafter", ROOT / "examples" / "ship_drafter.py")
     ship_drafter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ship_drafter)
     folder = tmp_path_factory.mktemp("hub")
     target.save_pretrained(folder / "target")
     drafter.save_pretrained(folder / "drafter")
-    ship_drafter.ship_weights(folder / "drafter", folder / "shipped")
+    ship_drafter.ship_weights(folder / "drafter", folder / "card")
+    assert files_of(folder / "card") == {"config.json", "model.safetensors"}
+    RetraceDrafter.from_pretrained(folder / "card").save_pretrained(folder / "shipped")
     return folder
 
 
