@@ -36,7 +36,8 @@ test-full: $(STAMP)
 # The same tests with the oldest transformers that pyproject.toml allows, in an environment of its own.
 test-oldest:
 	mkdir -p .venv-oldest
-	$(PYTHON) .ci/oldest.py > .venv-oldest/constraints.txt
+	$(PYTHON) .ci/oldest.py > .venv-oldest/new.txt
+	cmp -s .venv-oldest/new.txt .venv-oldest/constraints.txt || cp .venv-oldest/new.txt .venv-oldest/constraints.txt
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
 
 # Every option of generate() against plain generate(), by kind of drafter: make options OPTIONS='--target gemma2'

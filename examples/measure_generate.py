@@ -165,7 +165,8 @@ class Census(BaseStreamer):
         # By type, not isinstance: asking some lazy modules for their class warns.
         tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        caches = [self.cache, self.cache._retrace_draft_context.cache]
+        kept = getattr(self.cache, "_retrace_draft_context", None)  # none before the first block
+        caches = [self.cache] + ([kept.cache] if kept else [])
         held = [states for cache in caches for layer in cache.layers for states in (layer.keys, layer.values)]
         cached = sum(states.untyped_storage().nbytes() for states in held)
         return {
@@ -187,7 +188,8 @@ def measure_memory(args, target, tokenizer, drafter) -> dict:
     """One long answer, end tokens forbidden."""
     prompt = chat_ids(tokenizer, [{"role": "user", "content": "Tell me a very long story about the sea."}])
     cache = DynamicCache(config=target.config)
-    census = Census(max(2, args.rounds // 10), cache)
+    census = Census(max(1, args.rounds // 10), cache)
+    ends = target.generation_config.eos_token_id
     with record_acceptance() as stats:
         target.generate(
             prompt,
@@ -196,7 +198,7 @@ def measure_memory(args, target, tokenizer, drafter) -> dict:
             streamer=census,
             do_sample=True,
             temperature=1.5,
-            suppress_tokens=[target.generation_config.eos_token_id],
+            suppress_tokens=ends if isinstance(ends, list) else [ends],
             max_new_tokens=target.config.max_position_embeddings - prompt.shape[1],
             stopping_criteria=[lambda ids, scores, **kwargs: stats.rounds >= args.rounds],
         )
@@ -269,18 +271,15 @@ def main():
         "memory": measure_memory,
         "context": measure_context,
     }
+    weights = Path(args.drafter, "model.safetensors")
+    weights = file_hash(weights) if weights.is_file() else args.drafter
+    source = provenance([args.prompts], weights=weights, threads=torch.get_num_threads())
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     results = {}
     for part in args.only:
         results[part] = measures[part](args, target, tokenizer, drafter)
         print(part, results[part], flush=True)
-    weights = Path(args.drafter, "model.safetensors")
-    results["provenance"] = provenance(
-        [args.prompts],
-        weights=file_hash(weights) if weights.is_file() else args.drafter,
-        threads=torch.get_num_threads(),
-    )
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    write_results(args.output, results)
+        write_results(args.output, {**results, "provenance": source})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import logging
 
 from .context import captured_layers, check_target_layer_ids, gather_context_states, keep_last
-from .draft_context import keep_context, take_context
+from .draft_context import drop_context, keep_context, take_context
 from .noise import block_tokens, embed_block
 from .positions import block_positions
 from .trajectory import RejectedTrajectory, align_trajectory
@@ -126,6 +126,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.target = target
         self.generation_config = generation_config
+        generation_config._retrace_accepted = []
         self.device = drafter.device
         self.dtype = drafter.dtype
         self.block_size = config.block_size
@@ -200,8 +201,10 @@ class RetraceCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """The loop has just dropped what was rejected: notes how many tokens the target's cache holds, all verified.
-        A call that fails before the next such moment is rolled back to it (`generation.py`)."""
+        A call that fails before the next such moment is rolled back to it (`generation.py`). And how many proposals
+        were accepted, for the shapes of what is returned."""
         self.generation_config._retrace_verified = self._unseen + input_ids.shape[1] - 1
+        self.generation_config._retrace_accepted.append(int(num_matches))
 
     def _captured(self, model_outputs) -> tuple[torch.Tensor | None, ...]:
         """The target's hidden states by layer index, `None` where a layer was not asked for."""
@@ -229,9 +232,11 @@ class RetraceCandidateGenerator(CandidateGenerator):
         if kept is not None:
             self._cache = kept.cache
             # The last tokens of a call were verified after its last draft: the drafter has not read them. Where the
-            # target's cache lets go of them they are fed again; where its layers slide the context has a gap there.
+            # target's cache lets go of them they are fed again; where its layers slide, or the user is to see the
+            # prefill's rows, the context has a gap there.
             unread = cached - kept.tokens.shape[1]
-            if unread > 0 and not any(layer.is_sliding for layer in self._target_cache.layers):
+            slides = any(layer.is_sliding for layer in self._target_cache.layers)
+            if unread > 0 and not slides and not self._returns_rows():
                 self._target_cache.crop(-unread)
                 cached -= unread
         self.generation_config._retrace_verified = self._unseen + cached
@@ -244,12 +249,16 @@ class RetraceCandidateGenerator(CandidateGenerator):
         chunk_size = self.generation_config.prefill_chunk_size
         if chunk_size is not None:
             cached = self._prefill_chunks(input_ids, model_kwargs, cached, chunk_size)
-            self.generation_config._retrace_verified = self._unseen + cached
         if cached:
             # The loop would feed the whole prompt on top of the cache.
             inputs = self._prompt_inputs(input_ids, model_kwargs, cached, input_ids.shape[1])
             inputs.pop("logits_to_keep", None)  # the loop's own is for what it reads
             self.model_kwargs_overrides = inputs | self._capture
+
+    def _returns_rows(self) -> bool:
+        """Whether the call returns something with a row for each token of a pass."""
+        config = self.generation_config
+        return config.return_dict_in_generate and bool(config.output_hidden_states or config.output_attentions)
 
     def _prefill_chunks(
         self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], cached: int, chunk_size: int
@@ -262,6 +271,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
             outputs.cache.crop(0)  # layers that slide let go of what is behind their window
             self._chunks.append(self._context(self._captured(outputs), chunk_size))
             cached += chunk_size
+            self.generation_config._retrace_verified = self._unseen + cached
         return cached
 
     def _prompt_inputs(
@@ -297,6 +307,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
         trajectory: RejectedTrajectory | None,
     ) -> torch.Tensor:
         """Runs the drafter on `B` slots behind `num_context` newly verified tokens; `[1, B, D]`, after its norm."""
+        if self._target_cache is not None:
+            drop_context(self._target_cache)  # a draft that fails half-way leaves a context that fits nothing
         context = self._context(hidden_states, num_context)
         if self._chunks:
             context = torch.cat([*self._chunks, context], dim=1)
@@ -732,6 +744,11 @@ def _check_warm_cache(past: int, input_ids: torch.LongTensor, generation_config,
         )
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds cannot continue a cache that holds tokens; pass input_ids alone.")
+    if not cached and generation_config.output_attentions and generation_config.return_dict_in_generate:
+        raise ValueError(
+            "With output_attentions and a cache that holds tokens, pass the whole text so far as input_ids, not the "
+            "new tokens alone."
+        )
     if not cached and generation_config.prefill_chunk_size is not None:
         raise ValueError(
             "With prefill_chunk_size and a cache that holds tokens, pass the whole text so far as input_ids, not the "

@@ -33,6 +33,11 @@ def keep_context(target_cache: Cache, drafter, cache: DFlashCache, tokens: torch
     setattr(target_cache, _NAME, DraftContext(weakref.ref(drafter), cache, rows, tokens))
 
 
+def drop_context(target_cache: Cache) -> None:
+    """Takes a kept context off the target's cache, if there is one."""
+    vars(target_cache).pop(_NAME, None)
+
+
 def take_context(target_cache: Cache, drafter, cached_ids: torch.LongTensor) -> DraftContext | None:
     """The context that an earlier call with this drafter left, its block dropped, if the cached tokens `[1, n]` are
     its text or go on from it.
@@ -42,7 +47,7 @@ def take_context(target_cache: Cache, drafter, cached_ids: torch.LongTensor) -> 
     kept: DraftContext | None = getattr(target_cache, _NAME, None)
     if kept is None:
         return None
-    delattr(target_cache, _NAME)
+    drop_context(target_cache)
     length = kept.tokens.shape[1]
     block_size = drafter.config.block_size
     if kept.drafter() is not drafter or kept.cache.get_seq_length() != kept.rows + block_size:

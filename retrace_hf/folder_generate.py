@@ -4,6 +4,7 @@ This file stands in a drafter's folder as custom_generate/generate.py, alone: it
 """
 
 import inspect
+import os
 import threading
 import weakref
 
@@ -44,7 +45,8 @@ def generate(model, assistant_model=None, **kwargs):
 
 
 def _drafter_of(model, folder: str, options: dict):
-    key = (folder, *sorted((name, str(value)) for name, value in options.items()))
+    changed = os.stat(os.path.join(folder, "config.json")).st_mtime_ns if os.path.isdir(folder) else None
+    key = (folder, changed, *sorted((name, str(value)) for name, value in options.items()))
     with _lock:
         loaded = _drafters.setdefault(model, {})
         if key not in loaded:

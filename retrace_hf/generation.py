@@ -15,6 +15,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator, DFlashTokenCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
+from transformers.utils.output_capturing import selected_hidden_states
 
 from .candidate_generator import check_pairing
 
@@ -99,13 +100,9 @@ def _decoding(original: Callable) -> Callable:
         # The loop cuts blocks at the config's limit; plain generate() stops at the criterion's, which may be another.
         generation_config.max_length = call["stopping_criteria"].max_length
         cache = call["model_kwargs"]["cache"]
-        with (
-            _not_recording_past(cache),
-            _rolling_back(cache, generation_config),
-            record_acceptance() as stats,
-        ):
+        with _not_recording_past(cache), _rolling_back(cache, generation_config):
             output = original(self, *args, **kwargs)
-        return _as_plain(output, generation_config, stats, prompt_length=call["input_ids"].shape[1])
+        return _as_plain(output, generation_config, prompt_length=call["input_ids"].shape[1])
 
     return _assisted_decoding
 
@@ -138,25 +135,31 @@ def _not_recording_past(cache: Cache) -> Iterator[None]:
                 layer.record_past = was
 
 
-def _as_plain(output, generation_config, stats: "AcceptanceStats", prompt_length: int):
+def _as_plain(output, generation_config, prompt_length: int):
     """The loop's output, in plain `generate()`'s shapes where it has others."""
     if not generation_config.return_dict_in_generate:
         return output
-    layers = generation_config.output_hidden_states
-    if isinstance(layers, (list, tuple)):  # the drafter had all captured
-        output.hidden_states = tuple(
-            tuple(state if i in layers else None for i, state in enumerate(states)) for states in output.hidden_states
-        )
-    if output.attentions and len(output.attentions[0]) == len(output.cache.layers):
-        output.attentions = _plain_attentions(output.attentions, output.cache, stats, prompt_length)
+    wanted = selected_hidden_states(generation_config.output_hidden_states)
+    if wanted is not None and output.hidden_states is not None:  # the drafter had all captured
+        output.hidden_states = tuple(_only(wanted, states) for states in output.hidden_states)
+    accepted = getattr(generation_config, "_retrace_accepted", None)
+    if output.attentions and accepted and len(output.attentions[0]) == len(output.cache.layers):
+        # The prefill's entry comes first.
+        output.attentions = _plain_attentions(output.attentions, output.cache, accepted[1:], prompt_length)
     return output
 
 
-def _plain_attentions(attentions: tuple, cache: Cache, stats: "AcceptanceStats", prompt_length: int) -> tuple:
+def _only(wanted: list[int], states: tuple) -> tuple:
+    """The states at the indices that are wanted, negative ones from the end, and None elsewhere."""
+    places = {i % len(states) for i in wanted if -len(states) <= i < len(states)}
+    return tuple(state if i in places else None for i, state in enumerate(states))
+
+
+def _plain_attentions(attentions: tuple, cache: Cache, accepted_per_round: list[int], prompt_length: int) -> tuple:
     """Attentions with plain's columns. The loop cuts a token's row behind its own column or further right: a static
     cache has more columns, and one that slides has others for each token of a pass."""
     starts = []  # the position of the first token of the pass, by token
-    for accepted in stats.accepted_per_round:
+    for accepted in accepted_per_round:
         starts += [prompt_length + len(starts)] * (accepted + 1)
     columns = []
     for step, of_layers in enumerate(attentions):

@@ -344,7 +344,7 @@ CONFIG_ROWS = [
     *equal("output_attentions", True, attention="eager", cache_implementation="static", sliding=_STATIC),
     *inert("output_attentions", True, "nothing returns them", return_dict_in_generate=False),
     *refused("output_attentions", True, "set_attn_implementation", attention="sdpa"),
-    *equal("output_hidden_states", False, True, [2, 6]),
+    *equal("output_hidden_states", False, True, [2, 6], [-1], -1, 3, []),
     *equal("output_scores", False, True),
     *law("output_scores", True),
     *equal("output_logits", False, True),

@@ -267,6 +267,26 @@ def test_after_an_exception_drafter_and_cache_go_on_as_new(how, at, family):
         assert torch.equal(plain(target, text, 8, cache=cache, assistant_model=again), expected), kind
 
 
+def test_chunks_that_failed_leave_a_cache_that_goes_on():
+    """Layers that slide have let go of rows of the chunks before: those chunks are text, and stay."""
+    target, prompt = tiny_target("gemma2"), prompt_of(20)
+    drafter, cache, asked = randomize(tiny_drafter(target)), DynamicCache(config=target.config), []
+    text = torch.cat([plain(target, prompt, 10, cache=cache, assistant_model=drafter), prompt_of(30, seed=9)], dim=1)
+
+    def fail(*_):
+        asked.append(1)
+        if len(asked) == 4:
+            raise RuntimeError("interrupted")
+
+    handle = target.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        plain(target, text, 20, cache=cache, assistant_model=drafter, prefill_chunk_size=6)
+    handle.remove()
+    expected = plain(target, text, 20)
+    assert torch.equal(plain(target, text, 20, cache=copy.deepcopy(cache)), expected)
+    assert torch.equal(plain(target, text, 20, cache=cache, assistant_model=drafter), expected)
+
+
 # -- another block than the one trained ------------------------------------------------------------------------------
 
 

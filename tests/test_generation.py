@@ -175,6 +175,42 @@ def test_attentions_have_plain_shapes(prompt):
         assert [a.shape for a in mine] == [a.shape for a in its]
 
 
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("chunks", [{}, {"prefill_chunk_size": 4}])
+def test_a_second_turns_dictionary_has_plain_shapes(prompt, flag, chunks):
+    """Also where the drafter itself warmed the cache, and would read again what it has not seen."""
+    target = tiny_target()
+    target.set_attn_implementation("eager")
+    text = torch.cat([plain(target, prompt, 10), prompt_of(7, seed=9)], dim=1)
+    flags = {"return_dict_in_generate": True, flag: True, **chunks}
+    name = flag.removeprefix("output_")
+    shapes = []
+    for drafter in ({}, {"assistant_model": randomize(tiny_drafter(target))}):
+        cache = DynamicCache(config=target.config)
+        plain(target, prompt, 10, cache=cache, **drafter)
+        out = plain(target, text, 20, cache=cache, **flags, **drafter)
+        shapes.append([[state.shape for state in step] for step in out[name]])
+    assert shapes[0] == shapes[1]
+
+
+def test_attentions_are_plains_while_another_call_runs_inside():
+    target, other, prompt = tiny_target("gemma2"), tiny_target(seed=4), prompt_of(20)
+    target.set_attn_implementation("eager")
+    inner = randomize(tiny_drafter(other))
+
+    class Calls(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.puts) == 3:
+                plain(other, prompt, 10, assistant_model=inner)
+
+    flags = {"return_dict_in_generate": True, "output_attentions": True}
+    expected = plain(target, prompt, 20, **flags)
+    drafter = oracle(tiny_drafter(target), target, expected.sequences)
+    out = plain(target, prompt, 20, assistant_model=drafter, streamer=Calls(), **flags)
+    torch.testing.assert_close(out.attentions, expected.attentions, rtol=1e-4, atol=1e-5)
+
+
 def test_prompt_embeddings_beside_ids_give_the_same_text(target, prompt, sequence):
     embeds = target.get_input_embeddings()(prompt)
     for kind, drafter in drafters(target, sequence):
@@ -202,13 +238,13 @@ def test_a_second_turn_on_a_warm_cache_equals_a_cold_run(family, name, deprecati
         assert cache.get_seq_length() == second.shape[1] - 1
 
 
-@pytest.mark.parametrize("conditioning", ["none", "corrected"])
-def test_a_second_turn_drafts_as_a_cold_run_does(target, conditioning):
+@pytest.mark.parametrize(("conditioning", "window"), [("none", None), ("corrected", None), ("corrected", 6)])
+def test_a_second_turn_drafts_as_a_cold_run_does(target, conditioning, window):
     """The drafter's context is kept beside the cache: round for round the second turn is the cold run's."""
     prompt, more = prompt_of(20), prompt_of(7, seed=9)
     first = plain(target, prompt, 10)
     text = torch.cat([first, more], dim=1)
-    drafter = randomize(tiny_drafter(target, conditioning=conditioning))
+    drafter = randomize(tiny_drafter(target, conditioning=conditioning, context_window=window))
     seen = []
     real = drafter.forward
 
@@ -249,6 +285,47 @@ def test_context_of_another_text_or_drafter_is_not_used(target):
     assert torch.equal(out, plain(target, changed, 30))
 
 
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_draft_that_failed_leaves_no_context(target, prompt, window):
+    drafter = randomize(tiny_drafter(target, context_window=window))
+    cache, calls = DynamicCache(config=target.config), []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("interrupted")
+
+    handle = drafter.layers[1].register_forward_pre_hook(fail)  # layer 0 has cached its block by then
+    with pytest.raises(RuntimeError, match="interrupted"):
+        plain(target, prompt, 20, assistant_model=drafter, cache=cache)
+    handle.remove()
+    assert not hasattr(cache, "_retrace_draft_context")
+
+
+@pytest.mark.parametrize("how", [{"prefill_chunk_size": 5}, {"padding": 4}])
+def test_a_windowed_drafter_reads_the_same_rows_however_the_prompt_comes(target, prompt, how):
+    drafter = randomize(tiny_drafter(target, context_window=6))
+    given, real = [], drafter.forward
+
+    def forward(**kwargs):
+        out = real(**kwargs)
+        given.append((kwargs["context_hidden_states"].shape[1], out.last_hidden_state))
+        return out
+
+    drafter.forward = forward
+    expected = plain(target, prompt, 20, assistant_model=drafter)
+    whole, given[:] = list(given), []
+    padding, options = how.get("padding", 0), {k: v for k, v in how.items() if k != "padding"}
+    if padding:
+        prompt = torch.cat([torch.zeros(1, padding, dtype=torch.long), prompt], dim=1)
+        options["attention_mask"] = (torch.arange(prompt.shape[1]) >= padding).long()[None]
+    out = plain(target, prompt, 20, assistant_model=drafter, **options)
+    assert torch.equal(out[:, padding:], expected) and len(given) == len(whole)
+    for (rows, mine), (its_rows, its) in zip(given, whole):
+        assert rows == its_rows <= 6
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_but_the_users_cache_keeps_a_context(target, prompt):
     drafter = randomize(tiny_drafter(target))
     plain(target, prompt, 10, assistant_model=drafter)
@@ -260,6 +337,18 @@ def test_nothing_but_the_users_cache_keeps_a_context(target, prompt):
     del cache
     gc.collect()
     assert not [o for o in gc.get_objects() if type(o) is DFlashCache]
+
+
+def test_new_tokens_alone_have_no_attentions(prompt):
+    target = tiny_target()
+    target.set_attn_implementation("eager")
+    first, cache = plain(target, prompt, 10), DynamicCache(config=target.config)
+    plain(target, prompt, 10, cache=cache)
+    flags = {"return_dict_in_generate": True, "output_attentions": True}
+    with pytest.raises(ValueError, match="output_attentions .* pass the whole text"):
+        mask = torch.ones(1, first.shape[1], dtype=torch.long)
+        drafter = tiny_drafter(target)
+        plain(target, first[:, -1:], cache=cache, attention_mask=mask, assistant_model=drafter, **flags)
 
 
 def test_new_tokens_alone_on_a_warm_cache(target, prompt):

@@ -230,7 +230,9 @@ def check_training_equals_decoding(family, conditioning, window=None):
     for (anchor, decoded), (next_anchor, next_decoded) in zip(rounds, rounds[1:]):
         # Features: all context handed over so far, and nothing else.
         new = decoded["context_hidden_states"].shape[1]
-        seen = anchor - new if window is not None else seen  # rows before the window are not handed over
+        if window is not None:  # rows before it are not handed over
+            assert new == min(anchor - seen, window)
+            seen = anchor - new
         assert relative(decoded["context_hidden_states"], clean.features[:, seen : seen + new]) < 1e-5
         seen += new
         assert seen == anchor
