@@ -247,6 +247,17 @@ def test_muon_moves_matrices_and_resumes(target, tmp_path):
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("trained", ["norm", "proj"])
+def test_muon_where_only_norms_or_only_matrices_train(target, tmp_path, trained):
+    drafter = tiny_drafter(target)
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(trained in name and "trajectory" not in name)
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    make_trainer(drafter, target, tmp_path, rows_of(target), max_steps=2, muon=True, num_carried_rounds=0).train()
+    moved = {name for name, p in drafter.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in drafter.named_parameters() if p.requires_grad}
+
+
 def test_tau_of_training_and_of_evaluation_are_logged_apart(target, tmp_path):
     """Evaluated on a text it has learnt by heart, while it trains on another."""
     drafter, rows = tiny_drafter(target, conditioning="none"), rows_of(target, count=2)

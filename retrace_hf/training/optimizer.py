@@ -17,11 +17,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices, others, lr: float, weight_decay: float, betas=(0.9, 0.999), eps: float = 1e-8):
-        self._muon = torch.optim.Muon(
-            [{"params": matrices, "muon": True}], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
-        self._adamw = torch.optim.AdamW([{**g, "muon": False} for g in others], lr=lr, betas=betas, eps=eps)
-        super().__init__(self._muon.param_groups + self._adamw.param_groups, {})
+        self._parts = []  # either may have nothing to train: a LoRA has no norms
+        if matrices:
+            group = {"params": matrices, "muon": True}
+            muon = torch.optim.Muon([group], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            self._parts.append((muon, True))
+        if others:
+            adamw = torch.optim.AdamW([{**g, "muon": False} for g in others], lr=lr, betas=betas, eps=eps)
+            self._parts.append((adamw, False))
+        super().__init__([group for optimizer, _ in self._parts for group in optimizer.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -29,7 +33,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for optimizer, is_muon in ((self._muon, True), (self._adamw, False)):
+        for optimizer, is_muon in self._parts:
             # Read anew at every step: loading a checkpoint replaces both.
             optimizer.param_groups = [group for group in self.param_groups if group["muon"] == is_muon]
             optimizer.state = self.state
