@@ -15,8 +15,18 @@ from transformers import DynamicCache, StoppingCriteriaList, pipeline
 
 from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_acceptance
 
-from .fixtures import BLOCK_SIZE, always_wrong, oracle, plain, prompt_of, randomize, tiny_drafter, tiny_target
-from .test_generation import Recorder, letters_tokenizer
+from .fixtures import (
+    BLOCK_SIZE,
+    always_wrong,
+    letters_tokenizer,
+    oracle,
+    plain,
+    prompt_of,
+    randomize,
+    tiny_drafter,
+    tiny_target,
+)
+from .test_generation import Recorder
 
 
 # peft 0.21 asks a model for a property that transformers has renamed.
