@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Trains and measures the drafter in model_cards/retrace-smollm2-135m, on a CPU. Each command goes on where it was
-# stopped, so the script can be run in sittings.
+# Trains and measures a drafter for SmolLM2-135M-Instruct on a CPU: the recipe of the next one in model_cards (the one
+# there now was trained by this script as of revision 98e814f). Each command goes on where it was stopped, so the script
+# can be run in sittings.
 #
 #     examples/smollm2.sh              # data, stage 1, the SFT control, ReTrace and its ablations, then results.json
 #     SEED=1 RUNS=runs/seed1 examples/smollm2.sh
@@ -47,7 +48,7 @@ arm() { # NAME CONDITIONING
     local read=("${features[@]}")
     if [ "$2" = corrected ]; then read=(); fi # it runs the target anyway, for its states on the drafts
     train "$1" "${soft[@]}" "${read[@]}" --init_from "$RUNS/stage1" --conditioning "$2" --num_carried_rounds 2 \
-        --learning_rate 5e-4 --trajectory_learning_rate 2e-3 --beta_warmup_steps 20 --max_steps 400 \
+        --learning_rate 5e-4 --trajectory_learning_rate 2e-4 --beta_warmup_steps 20 --max_steps 400 \
         --per_device_train_batch_size 2 --num_anchors 32 --loss_chunk_size 512 --save_steps 50 --seed "$SEED"
 }
 arm corrected corrected
