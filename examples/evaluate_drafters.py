@@ -19,7 +19,6 @@ import argparse
 import json
 import time
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from retrace_hf.data.features import target_fingerprint
 from retrace_hf.data.prompts import read_eval_prompts, render_prompt
 from retrace_hf.evaluation import AcceptanceStats, KeptLines, bootstrap_ratio, roll_out, summarize, write_results
 from retrace_hf.evaluation.results import file_hash, provenance, rows_by_kind
-from retrace_hf.measure import answer
+from retrace_hf.measure import answer, timed
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
 
@@ -229,25 +228,6 @@ def summarize_generated(generated: dict[str, list[dict]], rows: list[dict]) -> d
 
 
 # -- what the signal costs -------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def timed(owner, name: str, log: list[tuple[float, float]]):
-    """Logs start and end of every call of `owner.name`."""
-    real = getattr(owner, name)
-
-    def timer(*args, **kwargs):
-        start = time.perf_counter()
-        try:
-            return real(*args, **kwargs)
-        finally:
-            log.append((start, time.perf_counter()))
-
-    setattr(owner, name, timer)
-    try:
-        yield
-    finally:
-        setattr(owner, name, real)
 
 
 def conditioning_cost(args, target, rows) -> dict[str, float] | None:

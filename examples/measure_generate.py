@@ -16,7 +16,6 @@ import argparse
 import gc
 import statistics
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from retrace_hf import AcceptanceStats, RetraceCandidateGenerator, RetraceDrafte
 from retrace_hf.data.prompts import read_eval_prompts, render_prompt
 from retrace_hf.evaluation import bootstrap_ratio, write_results
 from retrace_hf.evaluation.results import bootstrap_interval, file_hash, provenance
+from retrace_hf.measure import timed
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
 
@@ -213,23 +213,6 @@ def measure_memory(args, target, tokenizer, drafter) -> dict:
 # -- context ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def timed_drafts(drafter, log: list[float]):
-    real = RetraceCandidateGenerator.get_candidates
-
-    def get_candidates(self, *args, **kwargs):
-        started = time.perf_counter()
-        out = real(self, *args, **kwargs)
-        log.append(1000 * (time.perf_counter() - started))
-        return out
-
-    RetraceCandidateGenerator.get_candidates = get_candidates
-    try:
-        yield
-    finally:
-        RetraceCandidateGenerator.get_candidates = real
-
-
 def measure_context(args, target, tokenizer, drafter) -> dict:
     """Median milliseconds of `get_candidates` over the rounds behind a text of each length. The first round, which
     reads the whole prompt, is told apart."""
@@ -242,18 +225,19 @@ def measure_context(args, target, tokenizer, drafter) -> dict:
     for length in tqdm(args.lengths, desc="context"):
         row = {"length": length}
         for name, one in (("whole", drafter), ("window", windowed.eval())):
-            log: list[float] = []
+            log: list[tuple[float, float]] = []
             cache = DynamicCache(config=target.config)
-            with timed_drafts(one, log), record_acceptance() as stats:
+            with timed(RetraceCandidateGenerator, "get_candidates", log), record_acceptance() as stats:
                 started = time.perf_counter()
                 target.generate(
                     words[:, :length], assistant_model=one, cache=cache, max_new_tokens=48, min_new_tokens=48,
                     do_sample=False,
                 )  # fmt: skip
                 seconds = time.perf_counter() - started
+            drafts = [1000 * (end - start) for start, end in log]
             row[name] = {
-                "draft_ms": statistics.median(log[2:]),
-                "first_draft_ms": log[1],
+                "draft_ms": statistics.median(drafts[2:]),
+                "first_draft_ms": drafts[1],
                 "round_ms": 1000 * seconds / stats.rounds,
                 "cache_rows": cache._retrace_draft_context.cache.get_seq_length(),
             }

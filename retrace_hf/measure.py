@@ -1,6 +1,8 @@
 """One measured answer: its tokens, its rounds, its seconds."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -58,3 +60,22 @@ def pool(runs: list[Run]) -> Run:
     """Several runs as one: seconds added, rounds put together."""
     stats = AcceptanceStats.pooled(run.stats for run in runs)
     return Run(sum(run.seconds for run in runs), [ids for run in runs for ids in run.ids], stats)
+
+
+@contextmanager
+def timed(owner, name: str, log: list[tuple[float, float]]) -> Iterator[None]:
+    """Logs start and end, in seconds of `time.perf_counter`, of every call of `owner.name` made inside."""
+    real = getattr(owner, name)
+
+    def timer(*args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return real(*args, **kwargs)
+        finally:
+            log.append((start, time.perf_counter()))
+
+    setattr(owner, name, timer)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
