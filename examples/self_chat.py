@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import HfArgumentParser
 
+from retrace_hf.data.prompts import read_prompts
+from retrace_hf.data.responses import read_responses
 from retrace_hf.data.self_chat import self_chat
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
@@ -31,13 +33,23 @@ class Arguments:
     batch_size: int = field(default=128, metadata={"help": "Chats at once, and of a shard."})
     length: int = field(default=320, metadata={"help": "Tokens of a chat."})
     seed: int = field(default=0, metadata={"help": "Seed of the users' words."})
+    prompts: str | None = field(
+        default=None, metadata={"help": "File of prompts (.jsonl) that users start with; dealt out over the chats."}
+    )
+    answered: list[str] = field(
+        default_factory=list, metadata={"help": "Files of responses whose prompts are left out."}
+    )
 
 
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     target, tokenizer = load_target(args.target, dtype=getattr(torch, args.dtype), device=args.device)
     sizes = {"batch_size": args.batch_size, "length": args.length, "seed": args.seed}
-    print(json.dumps(self_chat(target, tokenizer, args.output_dir, args.num_tokens, **sizes)))
+    prompts = None
+    if args.prompts is not None:
+        answered = {row["id"] for path in args.answered for row in read_responses(path)}
+        prompts = [row["prompt"] for row in read_prompts(args.prompts) if row["id"] not in answered]
+    print(json.dumps(self_chat(target, tokenizer, args.output_dir, args.num_tokens, prompts=prompts, **sizes)))
 
 
 if __name__ == "__main__":

@@ -113,6 +113,30 @@ def test_seeds_share_no_shard_and_targets_no_folder(smollm2, tmp_path):
         self_chat(other, tokenizer, tmp_path / "0", num_tokens=3 * 48, **options)
 
 
+def test_users_start_with_the_prompts_given(smollm2, tmp_path):
+    """Dealt out over all chats in turn, shard by shard; a chat without one is the target's from the start."""
+    target, tokenizer = smollm2
+    prompts = ["What is 2 + 3?", "Name a colour.", "Say hello.", "Write a haiku.", "Why is the sky blue?"]
+    options = {"batch_size": 2, "length": LENGTH, "max_user_tokens": 12, "max_answer_tokens": 8, "progress": False}
+    self_chat(target, tokenizer, tmp_path, num_tokens=2 * 2 * LENGTH, prompts=prompts, **options)
+    rows = [row for file in sorted(tmp_path.glob("*.jsonl.gz")) for row in read_responses(file)]
+    parts = ChatTemplateParts(tokenizer)
+    said = [[], [], [], []]
+    for i, row in enumerate(rows):
+        begin, ends = len(parts.start), [start - len(parts.after_user) for start, _ in row["answers"]]
+        for (_, last), end in zip([(0, None), *row["answers"]], ends):
+            if last is not None:  # the template ends an answer that was cut
+                begin = last - (row["input_ids"][last - 1] == parts.end) + len(parts.after_answer)
+            said[i].append(tokenizer.decode(row["input_ids"][begin:end]))
+        with torch.no_grad():
+            greedy = target(torch.tensor([row["input_ids"]])).logits[0].argmax(-1).tolist()
+        assert all(greedy[s - 1 : e - 1] == row["input_ids"][s:e] for s, e in row["answers"])
+    assert [turns[0] for turns in said] == prompts[:4]
+    assert said[0][1] == prompts[4] and said[1][1] not in prompts
+    with pytest.raises(ValueError, match="other settings"):
+        self_chat(target, tokenizer, tmp_path, num_tokens=2 * 2 * LENGTH, prompts=prompts[:4], **options)
+
+
 def test_bad_arguments(smollm2, tmp_path, monkeypatch):
     target, tokenizer = smollm2
     with pytest.raises(ValueError, match="num_tokens"):

@@ -8,8 +8,9 @@ start with the same tokens and go on turn after turn, so that a batch has neithe
 Source of the sampled prompts: Magpie, arXiv 2406.08464.
 """
 
+import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -64,10 +65,18 @@ class ChatTemplateParts:
 class _Chat:
     """One row: its tokens so far, where the answers are, and whose turn it is."""
 
-    def __init__(self, parts: ChatTemplateParts, max_user_tokens: int, max_answer_tokens: int):
+    def __init__(self, parts: ChatTemplateParts, max_user_tokens: int, max_answer_tokens: int, words=()):
         self.parts, self.limits = parts, {True: max_user_tokens, False: max_answer_tokens}
-        self.ids, self.answers = [], []
-        self.user, self.spoken, self.forced = True, 0, list(parts.start)
+        self.ids, self.answers, self.words = [], [], iter(words)
+        self.forced = list(parts.start)
+        self._let_user_speak()
+
+    def _let_user_speak(self):
+        """With the words given, while there are any; the target speaks for the user after them."""
+        words = next(self.words, None)
+        self.user, self.spoken = words is None, 0
+        if words is not None:
+            self.forced += [*words, *self.parts.after_user]
 
     @property
     def may_end(self) -> bool:
@@ -98,7 +107,10 @@ class _Chat:
         # A turn that was cut is ended for it; that end is not the target's word and is not marked.
         after = self.parts.after_user if self.user else self.parts.after_answer
         self.forced = list(after[1:] if by_itself else after)
-        self.user, self.spoken = not self.user, 0
+        if self.user:
+            self.user, self.spoken = False, 0
+        else:
+            self._let_user_speak()
 
 
 def _grouped_attention(module, query, key, value, attention_mask, **kwargs):
@@ -123,6 +135,7 @@ def chat_rows(
     num_rows: int,
     length: int,
     generator: torch.Generator,
+    prompts: Sequence[Sequence[list[int]]] | None = None,
     max_user_tokens: int = 96,
     max_answer_tokens: int = 224,
     temperature: float = 0.8,
@@ -137,6 +150,8 @@ def chat_rows(
         num_rows (`int`): chats, generated at once.
         length (`int`): tokens of each.
         generator (`torch.Generator`): on the target's device; draws the user's words.
+        prompts (sequence of sequences of `list[int]`, *optional*): each chat's first user turns, as tokens; the target
+            speaks for the user after them.
         max_user_tokens, max_answer_tokens (`int`, *optional*, default to 96 and 224): where a turn is cut.
         temperature (`float`, *optional*, defaults to 0.8), top_k (`int`, *optional*, defaults to 50): of the user's
             words. The answers are greedy.
@@ -145,7 +160,8 @@ def chat_rows(
         `list[dict]`: `input_ids` (`length` tokens) and `answers` (pairs of start and end of the greedy tokens).
     """
     parts = ChatTemplateParts(tokenizer)
-    chats = [_Chat(parts, max_user_tokens, max_answer_tokens) for _ in range(num_rows)]
+    prompts = [()] * num_rows if prompts is None else prompts
+    chats = [_Chat(parts, max_user_tokens, max_answer_tokens, words) for words in prompts]
     device = target.get_input_embeddings().weight.device
     config = target.config.get_text_config(decoder=True)
     cache = roomy_cache(config.num_hidden_layers, length)
@@ -184,6 +200,7 @@ def self_chat(
     batch_size: int = 128,
     length: int = 320,
     seed: int = 0,
+    prompts: Sequence[str] | None = None,
     progress: bool = True,
     **options,
 ) -> dict[str, int]:
@@ -199,6 +216,8 @@ def self_chat(
         batch_size (`int`, *optional*, defaults to 128), length (`int`, *optional*, defaults to 320): chats of a
             batch, and tokens of each.
         seed (`int`, *optional*, defaults to 0): every shard has its own stream.
+        prompts (sequence of `str`, *optional*): what users say first, dealt out over all chats in turn; a chat that
+            has answered its own goes on with words that the target gives the user.
         progress (`bool`, *optional*, defaults to `True`): show a bar.
         options: those of [`chat_rows`].
 
@@ -217,12 +236,16 @@ def self_chat(
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise ValueError(f"length is {length}; the target has {positions} positions.")
-    unknown = set(options) - set(inspect.signature(chat_rows).parameters)
+    unknown = set(options) - (set(inspect.signature(chat_rows).parameters) - {"prompts"})
     if unknown:
         raise ValueError(f"Unknown options {sorted(unknown)}; those of chat_rows are taken.")
     path = Path(path)
     settings = {"batch_size": batch_size, "length": length, "seed": seed, "target": target_fingerprint(target)}
+    if prompts is not None:
+        settings["prompts"] = hashlib.sha256("\0".join(prompts).encode()).hexdigest()
     claim_folder(path, {**settings, **options})
+    shards = -(-num_tokens // (batch_size * length))
+    words = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts or ()]
     device = target.get_input_embeddings().weight.device
     implementation, was_training = target.config._attn_implementation, target.training
     counts = {"rows": 0, "tokens": 0, "answer_tokens": 0}
@@ -230,11 +253,13 @@ def self_chat(
     if implementation == "sdpa":
         target.set_attn_implementation("retrace_grouped")
     try:
-        for shard in tqdm(range(-(-num_tokens // (batch_size * length))), desc="self-chat", disable=not progress):
+        for shard in tqdm(range(shards), desc="self-chat", disable=not progress):
             file = path / f"self_chat_{shard:05d}.jsonl.gz"
             if not file.is_file():
                 generator = mixed_generator(seed, shard, device=device)
-                rows = chat_rows(target, tokenizer, batch_size, length, generator, **options)
+                chats = range(shard * batch_size, (shard + 1) * batch_size)
+                own = [words[i :: shards * batch_size] for i in chats]
+                rows = chat_rows(target, tokenizer, batch_size, length, generator, own, **options)
                 named = ({"id": f"self-{seed}-{shard}-{i}", "source": "self-chat", **r} for i, r in enumerate(rows))
                 write_responses(named, file)
             for row in read_responses(file):
