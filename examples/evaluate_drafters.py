@@ -45,6 +45,11 @@ def parse_args():
     parser.add_argument("--baseline", help="arm that the others' tau is divided by; sft where there is one")
     parser.add_argument("--generate", metavar="NAME", help="arm to run through generate() as well")
     parser.add_argument("--generate-limit", type=int, help="prompts of each kind at most to run through generate()")
+    parser.add_argument(
+        "--generate-rest",
+        action="store_true",
+        help="run the prompts beyond --generate-limit through generate() too, with that arm alone and untimed",
+    )
     parser.add_argument("--output", default="runs/eval/results.json")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=43)
@@ -58,6 +63,8 @@ def parse_args():
             parser.error(f"--arm {name}={folder}: {folder} is no folder with a config.json and a model.safetensors.")
     if args.generate is not None and args.generate not in args.arms:
         parser.error(f"--generate {args.generate} names no --arm; arms are {sorted(args.arms)}.")
+    if args.generate_rest and args.generate is None:
+        parser.error("--generate-rest goes with --generate.")
     if args.baseline is None:
         args.baseline = "sft" if "sft" in args.arms else None
     elif args.baseline not in args.arms:
@@ -205,6 +212,29 @@ def generate_all(args, target, rows, kept: KeptLines) -> dict[str, list[dict]]:
     return {variant: [kept[row["id"]][variant] for row in rows] for variant in options}
 
 
+def generate_rest(args, target, rows, answers, kept: KeptLines) -> list[dict]:
+    """The arm alone on each prompt; its text against the answer that plain `generate()` gave in a batch."""
+    drafter = load_drafter(args.arms[args.generate])
+    for row in tqdm([row for row in rows if row["id"] not in kept], desc="generate, the rest"):
+        run = answer(target, {"input_ids": torch.tensor([row["prompt_ids"]])}, args.max_new_tokens, drafter=drafter)
+        line = {"id": row["id"], "ids": run.ids[0], "accepted": run.stats.accepted_per_round}
+        line["difference"] = first_difference(target, row["prompt_ids"], run.ids[0], answers[row["id"]])
+        kept.add(line)
+    return [kept[row["id"]] for row in rows]
+
+
+def compare_with_rollout(rows, generated: list[dict], played: list[AcceptanceStats]) -> dict:
+    """generate() against plain's text, and against the rounds that the roll-out counted, on the same prompts."""
+    differences = [{"id": r["id"], **g["difference"]} for r, g in zip(rows, generated) if g["difference"]]
+    same_rounds = sum(g["accepted"] == p.accepted_per_round for g, p in zip(generated, played))
+    return {
+        "prompts": len(rows),
+        "equal_to_plain": len(rows) - len(differences),
+        "differences": differences,
+        "rounds_equal_to_rollout": same_rounds,
+    }
+
+
 def summarize_generated(generated: dict[str, list[dict]], rows: list[dict]) -> dict:
     """By variant: the summary with seconds, and for the drafted ones the time ratio to plain and every difference."""
     kinds, variants = [row["kind"] for row in rows], {}
@@ -313,7 +343,17 @@ def main():
         run = provenance([], threads=torch.get_num_threads(), name=args.generate)
         del run["command"]
         kept = KeptLines(f"{args.output}.generate.jsonl", {**key, **drafter_key(described[args.generate]), **run})
-        generated = summarize_generated(generate_all(args, target, chosen, kept), chosen)
+        answered = generate_all(args, target, chosen, kept)
+        generated = summarize_generated(answered, chosen)
+        compared, texts = list(chosen), list(answered[args.generate])
+        if args.generate_rest:
+            rest = [row for row in rows if row["id"] not in {r["id"] for r in chosen}]
+            # Without seconds in it, only weights and options say which run a line belongs to.
+            kept = KeptLines(f"{args.output}.rest.jsonl", {**key, **drafter_key(described[args.generate])})
+            texts += generate_rest(args, target, rest, answers, kept)
+            compared += rest
+        by_id = {row["id"]: stats for row, stats in zip(rows, played[args.generate])}
+        results["generate"] = compare_with_rollout(compared, texts, [by_id[row["id"]] for row in compared])
         # Where generate() ran on every prompt its figures are the arm's; else they stand beside it.
         partial = len(chosen) < len(rows)
         for variant, summary in generated.items():

@@ -133,12 +133,13 @@ def results_table(results: dict) -> str:
 
 def equality_note(results: dict) -> str:
     """How often generate()'s text was plain's, and every place where it was not."""
-    name, entry = next(
-        ((name, v["all"]) for name, v in results["variants"].items() if "equal_to_plain" in v["all"]), (None, None)
-    )
-    if name is None:
+    entry = results.get("generate")
+    if entry is None:
         return ""
-    lines = [f"\n`{name}`: the text is plain's on {entry['equal_to_plain']} of {entry['prompts']} prompts."]
+    lines = [
+        f"\n`generate()` with the drafter: the text is plain's on {entry['equal_to_plain']} of {entry['prompts']} "
+        f"prompts, the rounds are the roll-out's on {entry['rounds_equal_to_rollout']}."
+    ]
     for d in entry["differences"]:
         kind = "a tie" if d["tie"] else "no tie"
         lines.append(

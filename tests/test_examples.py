@@ -127,6 +127,7 @@ def test_measuring_refuses_what_it_cannot_do_before_it_starts(folder, run, tmp_p
         (["--arm", f"x={folder / 'nowhere'}"], "nowhere is no folder with a config.json"),
         ([*arm, "--baseline", "sfft"], "--baseline sfft names no --arm"),
         ([*arm, "--generate", "x"], "--generate x names no --arm"),
+        ([*arm, "--generate-rest"], "--generate-rest goes with --generate"),
         ([*arm, "--limit", 0], "--limit must be at least 1"),
         ([*arm, "--max-new-tokens", 1], "--max-new-tokens must be at least 2"),
         ([*arm, "--output", tmp_path], "is a folder"),
@@ -142,10 +143,12 @@ def test_measuring_and_shipping(folder, run, tmp_path, monkeypatch):
     assert RetraceDrafter.from_pretrained(tmp_path / "card").config.conditioning == "corrected"
     arms = ["--arm", f"stage1={folder / 'stage1'}", "--arm", f"corrected={tmp_path / 'card'}", "--baseline", "stage1"]
     options = ["--target", folder / "target", "--limit", 2, "--max-new-tokens", 20, "--output", "out/results.json"]
-    run("evaluate_drafters.py", *options, *arms, "--generate", "corrected", "--generate-limit", 1)
+    run("evaluate_drafters.py", *options, *arms, "--generate", "corrected", "--generate-limit", 1, "--generate-rest")
     results = json.loads(Path("out/results.json").read_text())
     assert set(results["variants"]) == {"stage1", "corrected", "plain", "corrected_generate", "signal_off"}
     assert results["variants"]["corrected_generate"]["all"]["equal_to_plain"] == 3
+    everywhere = {"prompts": 6, "equal_to_plain": 6, "differences": [], "rounds_equal_to_rollout": 6}
+    assert results["generate"] == everywhere
     assert results["variants"]["plain"]["all"]["acceptance_length"] == 1.0
     assert results["provenance"]["arms"]["corrected"]["training"]["arguments"]["num_carried_rounds"] == 2
     assert 0 < results["conditioning_cost"]["share"] < 1
