@@ -25,8 +25,10 @@ from retrace_hf.noise import embed_block
 
 from .fixtures import (
     BLOCK_SIZE,
+    MIXED,
     VOCAB_SIZE,
     always_wrong,
+    mixed,
     oracle,
     plain,
     prompt_of,
@@ -38,16 +40,11 @@ from .fixtures import (
 
 
 LAST = 6  # index of the state after the final norm in a tiny target
-MIXED = (2, 0, 7, 6, 3, 1, 5)  # rounds of every kind: rejection early, late, at the last slot, none
 
 
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
-
-
-def mixed(drafter, target, sequence):
-    return script_drafter(drafter, target, sequence, lambda t: MIXED[t % len(MIXED)])
 
 
 class Spy:

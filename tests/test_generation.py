@@ -23,22 +23,21 @@ import retrace_hf
 from retrace_hf import AcceptanceStats, RetraceCandidateGenerator, install_generate_hook, record_acceptance
 from retrace_hf.hub import write_code
 
+from . import fixtures
 from .fixtures import (
     BLOCK_SIZE,
+    KINDS,
+    MIXED,
     VOCAB_SIZE,
-    always_wrong,
     letters_tokenizer,
+    mixed,
     oracle,
     plain,
     prompt_of,
     randomize,
-    script_drafter,
     tiny_drafter,
     tiny_target,
 )
-
-
-MIXED = (2, 0, 7, 6, 3, 1, 5)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +56,7 @@ def sequence(target, prompt):
 
 
 def drafters(target, sequence):
-    """One drafter of each kind: random, always right, never right, and right for a varying number of slots."""
-    yield "real", randomize(tiny_drafter(target))
-    yield "oracle", oracle(tiny_drafter(target), target, sequence)
-    yield "wrong", always_wrong(tiny_drafter(target), target, sequence)
-    yield "mixed", script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+    return fixtures.drafters(target, sequence, KINDS)
 
 
 # -- the text is plain generate()'s ----------------------------------------------------------------------------------
@@ -569,7 +564,7 @@ def test_other_modes_are_refused(target):
 
 
 def test_what_is_counted(target, prompt, sequence):
-    drafter = script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+    drafter = mixed(tiny_drafter(target), target, sequence)
     with record_acceptance() as stats:
         plain(target, prompt, 40, assistant_model=drafter)
     accepted = stats.accepted_per_round
@@ -586,7 +581,7 @@ def test_what_is_counted(target, prompt, sequence):
 def test_transformers_own_rounds_are_counted_the_same(target, prompt, sequence):
     native, ours = [], []
     for stats_of, kwargs in ((native, {"speculation_type": "dflash"}), (ours, {})):
-        drafter = script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+        drafter = mixed(tiny_drafter(target), target, sequence)
         with record_acceptance() as stats:
             assert torch.equal(plain(target, prompt, assistant_model=drafter, **kwargs), sequence)
         stats_of.extend(stats.accepted_per_round)
@@ -671,7 +666,7 @@ def test_recorders_close_after_an_exception(target, prompt):
 
 
 def test_a_streamer_can_tell_drafted_tokens_from_the_targets(target, prompt, sequence):
-    drafter = script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+    drafter = mixed(tiny_drafter(target), target, sequence)
 
     class Watching(Recorder):
         def put(self, value):

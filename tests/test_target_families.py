@@ -1,5 +1,6 @@
 """Every kind of target is either served, with plain's text, or refused by name before it has run."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from retrace_hf.training.losses import SeenTokens
 from .fixtures import (
     BLOCK_SIZE,
     MASK_TOKEN_ID,
-    always_wrong,
+    THREE_KINDS,
+    drafters,
     oracle,
     plain,
     prompt_of,
@@ -31,12 +33,6 @@ from .target_table import ALIBI, CHUNKED, FAMILIES, IMAGE, LEARNED, SLIDING, VOC
 SERVED = [name for name, row in FAMILIES.items() if not row.refused]
 REFUSED = [name for name, row in FAMILIES.items() if row.refused]
 NEW_TOKENS = 1 + 2 * BLOCK_SIZE
-
-
-def drafters(target, sequence):
-    yield "real", randomize(tiny_drafter(target))
-    yield "oracle", oracle(tiny_drafter(target), target, sequence)
-    yield "wrong", always_wrong(tiny_drafter(target), target, sequence)
 
 
 def check_equal(target, prompt, drafters_of=drafters, new_tokens=NEW_TOKENS, **kwargs):
@@ -67,8 +63,7 @@ def test_text_and_tau(name, tmp_path):
 
     def kinds(target, sequence):
         yield "real", drafter
-        yield "oracle", oracle(tiny_drafter(target), target, sequence)
-        yield "wrong", always_wrong(tiny_drafter(target), target, sequence)
+        yield from drafters(target, sequence, THREE_KINDS[1:])
 
     for length in prompts_of(name):
         sequence = check_equal(target, prompt_of(length), kinds)
@@ -393,12 +388,7 @@ def test_prompts_with_an_image(name):
             fill = int(key == "attention_mask")
             of_whole[key] = nn.functional.pad(inputs[key], (0, NEW_TOKENS), value=fill)
 
-    def kinds(target, sequence):
-        yield "real", randomize(tiny_drafter(target))
-        yield "oracle", oracle(tiny_drafter(target), target, sequence, **of_whole)
-        yield "wrong", always_wrong(tiny_drafter(target), target, sequence, **of_whole)
-
-    assert torch.equal(check_equal(target, ids, kinds, **inputs), sequence)
+    assert torch.equal(check_equal(target, ids, functools.partial(drafters, **of_whole), **inputs), sequence)
 
 
 # -- the table -------------------------------------------------------------------------------------------------------
