@@ -15,7 +15,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator, DFlashTokenCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
-from transformers.utils.output_capturing import selected_hidden_states
+from transformers.utils.output_capturing import resolve_hidden_states_indices, selected_hidden_states
 
 from .candidate_generator import check_pairing
 
@@ -102,7 +102,7 @@ def _decoding(original: Callable) -> Callable:
         cache = call["model_kwargs"]["cache"]
         with _not_recording_past(cache), _rolling_back(cache, generation_config):
             output = original(self, *args, **kwargs)
-        return _as_plain(output, generation_config, prompt_length=call["input_ids"].shape[1])
+        return _as_plain(output, self, generation_config, prompt_length=call["input_ids"].shape[1])
 
     return _assisted_decoding
 
@@ -135,13 +135,13 @@ def _not_recording_past(cache: Cache) -> Iterator[None]:
                 layer.record_past = was
 
 
-def _as_plain(output, generation_config, prompt_length: int):
+def _as_plain(output, target, generation_config, prompt_length: int):
     """The loop's output, in plain `generate()`'s shapes where it has others."""
     if not generation_config.return_dict_in_generate:
         return output
     wanted = selected_hidden_states(generation_config.output_hidden_states)
     if wanted is not None and output.hidden_states is not None:  # the drafter had all captured
-        output.hidden_states = tuple(_only(wanted, states) for states in output.hidden_states)
+        output.hidden_states = tuple(_only(wanted, states, target) for states in output.hidden_states)
     accepted = getattr(generation_config, "_retrace_accepted", None)
     if output.attentions and accepted and len(output.attentions[0]) == len(output.cache.layers):
         # The prefill's entry comes first.
@@ -149,9 +149,9 @@ def _as_plain(output, generation_config, prompt_length: int):
     return output
 
 
-def _only(wanted: list[int], states: tuple) -> tuple:
+def _only(wanted: list[int], states: tuple, target) -> tuple:
     """The states at the indices that are wanted, negative ones from the end, and None elsewhere."""
-    places = {i % len(states) for i in wanted if -len(states) <= i < len(states)}
+    places = resolve_hidden_states_indices(target, wanted, num_hidden_states=len(states))
     return tuple(state if i in places else None for i, state in enumerate(states))
 
 
