@@ -150,7 +150,11 @@ class RetracePreTrainedModel(PreTrainedModel):
 
 def _check_is_retrace(path, kwargs: dict) -> None:
     """Raises where there is no checkpoint, or one of another kind, which `from_pretrained` would load as if it were a
-    drafter."""
+    drafter.
+
+    This reads config.json once more than transformers does. The config class could check what it reads, but for a
+    path that is nowhere transformers fails before that, with a word about the form of Hub ids.
+    """
     options = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
     found = {k: kwargs[k] for k in options if k in kwargs}
     try:
