@@ -551,21 +551,13 @@ def cached_prefix_length(input_ids: torch.LongTensor, generation_config, model_k
     return past if seen == input_ids.shape[1] else 0
 
 
-def check_pairing(
-    drafter,
-    target: PreTrainedModel,
-    generation_config=None,
-    model_kwargs: dict[str, Any] | None = None,
-    input_ids: torch.LongTensor | None = None,
-) -> None:
-    """Raises before the target has run if this drafter cannot serve this target, or not in this call.
+def check_pairing(drafter, target: PreTrainedModel, generation_config=None) -> None:
+    """Raises before the target has run if this drafter cannot serve this target, or not with these options.
 
     Args:
         drafter ([`RetraceDrafter`]): The drafter, PEFT-wrapped or not.
         target (`PreTrainedModel`): The model that is to generate.
         generation_config (`GenerationConfig`, *optional*): The call's options, checked if given.
-        model_kwargs (`dict`, *optional*): The call's model inputs, checked together with `input_ids`.
-        input_ids (`torch.LongTensor` of shape `[b, length]`, *optional*): The prompt.
 
     Raises:
         ValueError: names what does not fit, and the cure.
@@ -573,8 +565,6 @@ def check_pairing(
     _check_models(drafter.config, target)
     if generation_config is not None:
         _check_options(generation_config, target)
-    if input_ids is not None:
-        _check_inputs(input_ids, generation_config, model_kwargs or {})
 
 
 def check_target(target: PreTrainedModel) -> None:
@@ -705,7 +695,17 @@ def _check_options(generation_config, target: PreTrainedModel) -> None:
         )
 
 
-def _check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> None:
+def check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> None:
+    """Raises before the target has run if a drafter cannot serve these inputs.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `[b, length]`): The prompt.
+        generation_config (`GenerationConfig`): The call's options.
+        model_kwargs (`dict`): The call's model inputs, its cache among them.
+
+    Raises:
+        ValueError: names what does not fit, and the cure.
+    """
     if input_ids.shape[0] > 1:
         raise ValueError(
             f"The batch has {input_ids.shape[0]} sequences; a drafter serves one, call generate() once for each."
@@ -716,7 +716,7 @@ def _check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: 
             "inputs_embeds was passed without input_ids of the same length; a drafter needs the prompt's tokens, pass "
             "input_ids (with or without inputs_embeds)."
         )
-    if generation_config is not None and generation_config.prefill_chunk_size is not None:
+    if generation_config.prefill_chunk_size is not None:
         whole = ["inputs_embeds", *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL]
         found = [key for key in whole if model_kwargs.get(key) is not None]
         if found:
@@ -761,4 +761,4 @@ def _check_warm_cache(past: int, input_ids: torch.LongTensor, generation_config,
         )
 
 
-__all__ = ["RetraceCandidateGenerator", "check_pairing", "draft_logits"]
+__all__ = ["RetraceCandidateGenerator", "check_inputs", "check_pairing", "draft_logits"]

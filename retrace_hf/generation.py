@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.output_capturing import resolve_hidden_states_indices, selected_hidden_states
 
-from .candidate_generator import check_pairing
+from .candidate_generator import check_inputs, check_pairing
 
 
 def install_generate_hook() -> None:
@@ -93,7 +93,7 @@ def _decoding(original: Callable) -> Callable:
         drafter = call.get("assistant_model")
         if not _drafts(drafter, generation_config):
             return original(self, *args, **kwargs)
-        check_pairing(drafter, self, generation_config, call.get("model_kwargs"), call["input_ids"])
+        check_inputs(call["input_ids"], generation_config, call["model_kwargs"])
         # generate() works on a copy of its config, so this attribute lives as long as the call. It is how
         # upstream itself hands on what a later step needs (`_eos_token_tensor`, `_mask_length`).
         generation_config._retrace_stopping_criteria = call["stopping_criteria"]

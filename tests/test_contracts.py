@@ -284,7 +284,7 @@ def test_model_kwargs_name_what_is_read(loop):
     assert isinstance(found.get("cache"), Cache), moved(
         f"the target's cache is not model_kwargs['cache'] (there is {sorted(found)})",
         "candidate_generator.py RetraceCandidateGenerator._begin()",
-        "there, in check_pairing() and in generation.py _decoding()",
+        "there, in check_inputs() and in generation.py _decoding()",
     )
     assert found.get("position_ids") is not None and found["position_ids"].shape == (1, length), moved(
         "model_kwargs['position_ids'] does not reach up to the anchor",
@@ -421,7 +421,7 @@ def test_target_caches():
         name = type(cache).__name__
         cache.update(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8), 0)
         assert cache.is_croppable is True, moved(
-            f"{name}.is_croppable is gone", "candidate_generator.py _check_inputs()"
+            f"{name}.is_croppable is gone", "candidate_generator.py check_inputs()"
         )
         assert cache.is_compileable is compileable, moved(
             f"{name}.is_compileable is not {compileable}", "candidate_generator.py _check_warm_cache()"
