@@ -23,29 +23,64 @@ from .candidate_generator import check_inputs, check_pairing
 def install_generate_hook() -> None:
     """Teaches `generate()` to use any assistant with a `get_candidate_generator` method. A second call does nothing.
 
-    Three methods of `GenerationMixin` are wrapped, each for what it alone knows: `_validate_generation_mode` sees the
-    options before anything has run, `_assisted_decoding` the stopping criteria and the cache,
-    `_get_candidate_generator` chooses. A call without such an assistant, or with `speculation_type="dflash"`, goes to
-    transformers' own methods unchanged.
+    Four methods of `GenerationMixin` are wrapped, each for what it alone knows: `_extract_generation_mode_kwargs` sees
+    a decoding loop of the user's, `_validate_generation_mode` the options before anything has run,
+    `_assisted_decoding` the stopping criteria and the cache, `_get_candidate_generator` chooses. A call without such
+    an assistant, or with `speculation_type="dflash"`, goes to transformers' own methods unchanged.
+
+    Drafters loaded with `trust_remote_code` bring copies of this code, which may be older or newer. Each copy wraps
+    the methods once and serves the drafters of its own classes; an assistant of no copy is served by the first.
     """
-    # The mark is on the class, so that this package and a remote-code copy of it share one hook and its recorders.
-    if "_retrace_recorders" in vars(GenerationMixin):
+    # On the class, where all copies find it: their packages, first come first, and the recorders, which they share.
+    if "_retrace_hooks" not in vars(GenerationMixin):
+        GenerationMixin._retrace_hooks = []
+    if "_retrace_recorders" not in vars(GenerationMixin):
+        GenerationMixin._retrace_recorders = ContextVar("retrace_recorders", default=())
+    if _package_of(__name__) in GenerationMixin._retrace_hooks:
         return
-    GenerationMixin._retrace_recorders = ContextVar("retrace_recorders", default=())
+    GenerationMixin._retrace_hooks.append(_package_of(__name__))
+    GenerationMixin._extract_generation_mode_kwargs = _extracting(GenerationMixin._extract_generation_mode_kwargs)
     GenerationMixin._validate_generation_mode = _validating(GenerationMixin._validate_generation_mode)
     GenerationMixin._assisted_decoding = _decoding(GenerationMixin._assisted_decoding)
     GenerationMixin._get_candidate_generator = _choosing(GenerationMixin._get_candidate_generator)
 
 
+def _package_of(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
 def _is_drafter(assistant_model) -> bool:
-    """Whether this assistant brings its own generator. By name, not by class: a remote-code copy of the drafter is
-    another class, and a PeftModel hands the method through."""
-    return callable(getattr(assistant_model, "get_candidate_generator", None))
+    """Whether this assistant brings its own generator and is for this copy of the code to serve. By name, not by
+    class: a PeftModel hands the method through."""
+    method = getattr(assistant_model, "get_candidate_generator", None)
+    if not callable(method):
+        return False
+    hooks = GenerationMixin._retrace_hooks
+    classes = type(getattr(method, "__self__", None)).__mro__  # a subclass of the user's is served as its base
+    owner = next((p for p in (_package_of(c.__module__) for c in classes) if p in hooks), hooks[0])
+    return owner == _package_of(__name__)
 
 
 def _drafts(assistant_model, generation_config) -> bool:
     """Whether this assistant's own generator is wanted, not transformers' on its weights."""
     return _is_drafter(assistant_model) and getattr(generation_config, "speculation_type", None) != "dflash"
+
+
+def _extracting(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _extract_generation_mode_kwargs(self, *args, **kwargs):
+        call = signature.bind(self, *args, **kwargs).arguments
+        if callable(call.get("custom_generate")) and _is_drafter(call.get("assistant_model")):
+            # transformers hands a function no assistant.
+            raise ValueError(
+                "custom_generate is a function, which decodes without assistant_model, so the drafter would not be "
+                "used; leave out one of the two, or call generate(assistant_model=drafter) inside the function."
+            )
+        return original(self, *args, **kwargs)
+
+    return _extract_generation_mode_kwargs
 
 
 def _validating(original: Callable) -> Callable:

@@ -430,7 +430,8 @@ ARGUMENT_ROWS = [
     *inert(
         "negative_prompt_attention_mask", Made("ones", lambda b: torch.ones_like(b.prompt)), "read for guidance alone"
     ),
-    *equal("custom_generate", own_loop, OWN_GENERATE, trust_remote_code=True),
+    *equal("custom_generate", OWN_GENERATE, trust_remote_code=True),
+    *refused("custom_generate", own_loop, "custom_generate is a function.*leave out one of the two"),
 ]
 
 # What generate() takes as **kwargs and hands to the target.

@@ -26,6 +26,7 @@ PACKAGE = Path(__file__).parents[1] / "retrace_hf"
 
 # Private names of transformers that the package reads, overrides or sets, and the test that holds each.
 CONTRACTS = {
+    "_extract_generation_mode_kwargs": "test_extract_generation_mode_kwargs",
     "_validate_generation_mode": "test_validate_generation_mode",
     "_assisted_decoding": "test_assisted_decoding",
     "_get_candidate_generator": "test_get_candidate_generator",
@@ -137,7 +138,28 @@ def test_everything_imported_is_there():
         assert there, moved(f"{module} has no {name}", path)
 
 
-# -- the three methods that are wrapped ------------------------------------------------------------------------------
+# -- the four methods that are wrapped -------------------------------------------------------------------------------
+
+
+def test_extract_generation_mode_kwargs(monkeypatch):
+    stands, told = "generation.py _extracting()", {}
+    needed = {"custom_generate", "assistant_model"}
+    signature = inspect.signature(inspect.unwrap(GenerationMixin._extract_generation_mode_kwargs))
+    assert needed <= set(signature.parameters), moved(
+        f"_extract_generation_mode_kwargs has no {needed - set(signature.parameters)}", stands
+    )
+
+    def extract(self, *args, **kwargs):
+        told.update(signature.bind(self, *args, **kwargs).arguments)
+        raise StopIteration
+
+    monkeypatch.setattr(GenerationMixin, "_extract_generation_mode_kwargs", extract)
+    assistant, loop = tiny_model(), print
+    with pytest.raises(StopIteration):
+        tiny_model().generate(PROMPT, assistant_model=assistant, custom_generate=loop)
+    assert told.get("assistant_model") is assistant and told.get("custom_generate") is loop, moved(
+        f"generate() does not tell _extract_generation_mode_kwargs of both, only of {list(told)}", stands
+    )
 
 
 def test_validate_generation_mode():
