@@ -28,6 +28,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
 
+from .configuration_retrace import PROPOSALS
 from .context import captured_layers, check_target_layer_ids, gather_context_states, keep_last
 from .draft_context import drop_context, keep_context, take_context
 from .noise import block_tokens, embed_block
@@ -36,8 +37,6 @@ from .trajectory import RejectedTrajectory, align_trajectory
 
 
 logger = logging.get_logger(__name__)
-
-PROPOSALS = ("argmax", "sample")
 
 # What weights are stored in where they are not quantised (float8 ones are).
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -78,12 +77,12 @@ class RetraceCandidateGenerator(CandidateGenerator):
     keeps that (`draft_context.py`). Nothing is copied to the host.
 
     Proposals are each slot's argmax, also when sampling: the loop then samples the target at every slot and compares,
-    which is the target's law exactly. With `drafter.proposal = "sample"` (and `do_sample=True`) they are drawn from
-    the drafter's own law q, processors applied, and q's logits are handed back for rejection sampling.
+    which is the target's law exactly. With `drafter.config.proposal = "sample"` (and `do_sample=True`) they are
+    drawn from the drafter's own law q, processors applied, and q's logits are handed back for rejection sampling.
 
     Custom stopping criteria are run on every proposed prefix with `scores=None`, and the block is cut before the token
     that completes the stop: exact for criteria that are functions of the prefix. Such calls propose argmax whatever
-    `drafter.proposal` says, because a cut that depends on a drawn token would bend the law. `max_time` is looked at
+    `config.proposal` says, because a cut that depends on a drawn token would bend the law. `max_time` is looked at
     once a round.
 
     Logits processors are applied to prefixes that may be rejected later and out of order, so a processor with memory
@@ -91,7 +90,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
 
     Args:
         drafter ([`RetraceDrafter`]):
-            The drafter. Its attribute `proposal`, `"argmax"` (default) or `"sample"`, sets the policy.
+            The drafter. Its config's `proposal`, `"argmax"` (default) or `"sample"`, sets the policy.
         target (`PreTrainedModel`):
             The model that `generate()` was called on.
         generation_config (`GenerationConfig`):
@@ -105,7 +104,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
             prompt is read in chunks, as plain `generate()` reads it.
 
     Raises:
-        ValueError: an unknown `drafter.proposal`, a processor that cannot be rolled back, or `"sample"` with a target
+        ValueError: an unknown `config.proposal`, a processor that cannot be rolled back, or `"sample"` with a target
             whose logits are not what [`draft_logits`] computes.
 
     Source: DFlash, arXiv 2602.06036; ReTrace, arXiv 2608.29748; Leviathan et al., arXiv 2211.17192 (sampling).
@@ -139,7 +138,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.logits_processor = _checked_processors(logits_processor)
         self.slot_by_slot = any(type(p) not in _ROW_WISE for p in self.logits_processor)
         self.max_length, self.prefix_criteria = _split_criteria(stopping_criteria, generation_config)
-        self.draws = _proposal(drafter) == "sample" and bool(generation_config.do_sample) and not self.prefix_criteria
+        self.draws = _proposal(config) == "sample" and bool(generation_config.do_sample) and not self.prefix_criteria
         if self.draws:
             check_head(target)
 
@@ -437,8 +436,8 @@ def check_head(target: PreTrainedModel) -> None:
     if not torch.linalg.vector_norm(found - expected) < tolerance * torch.linalg.vector_norm(expected):
         raise ValueError(
             f"{type(target).__name__} computes its logits from the last state in a way that is not known here, so "
-            "proposals cannot be drawn from the drafter's law; set drafter.proposal = 'argmax', which needs none of "
-            "it and samples the same law."
+            "proposals cannot be drawn from the drafter's law; set drafter.config.proposal = 'argmax', which needs "
+            "none of it and samples the same law."
         )
 
 
@@ -488,11 +487,10 @@ def _draw(logits: torch.Tensor) -> torch.LongTensor:
     return torch.multinomial(logits.softmax(dim=-1, dtype=torch.float32), num_samples=1)[:, 0]
 
 
-def _proposal(drafter) -> str:
-    proposal = getattr(drafter, "proposal", "argmax")
-    if proposal not in PROPOSALS:
-        raise ValueError(f"drafter.proposal is {proposal!r}; it must be one of {PROPOSALS}.")
-    return proposal
+def _proposal(config) -> str:
+    if config.proposal not in PROPOSALS:
+        raise ValueError(f"The drafter's config.proposal is {config.proposal!r}; it must be one of {PROPOSALS}.")
+    return config.proposal
 
 
 def _checked_processors(processors: LogitsProcessorList | None) -> LogitsProcessorList:

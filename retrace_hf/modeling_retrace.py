@@ -412,6 +412,15 @@ class RetraceDrafter(RetracePreTrainedModel):
 
     # -- generate() --------------------------------------------------------------------------------------------------
 
+    @property
+    def proposal(self) -> str:
+        """`config.proposal`, to read and to set."""
+        return self.config.proposal
+
+    @proposal.setter
+    def proposal(self, policy: str):
+        self.config.proposal = policy
+
     def get_candidate_generator(self, target, generation_config, logits_processor, stopping_criteria, model_kwargs):
         """The generator of one `generate()` call. This method is how the hook recognises a drafter."""
         return RetraceCandidateGenerator(
