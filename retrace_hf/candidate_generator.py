@@ -32,7 +32,7 @@ from .configuration_retrace import PROPOSALS
 from .context import captured_layers, check_target_layer_ids, gather_context_states, keep_last
 from .draft_context import drop_context, keep_context, take_context
 from .noise import block_tokens, embed_block
-from .positions import block_positions
+from .positions import block_positions, rope_limits
 from .trajectory import RejectedTrajectory, align_trajectory
 
 
@@ -693,10 +693,13 @@ def _check_options(generation_config, target: PreTrainedModel) -> None:
         )
 
 
-def check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> None:
+def check_inputs(
+    target: PreTrainedModel, input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]
+) -> None:
     """Raises before the target has run if a drafter cannot serve these inputs.
 
     Args:
+        target (`PreTrainedModel`): The model that is to generate.
         input_ids (`torch.LongTensor` of shape `[b, length]`): The prompt.
         generation_config (`GenerationConfig`): The call's options.
         model_kwargs (`dict`): The call's model inputs, its cache among them.
@@ -730,6 +733,22 @@ def check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: d
     past = int(cache.get_seq_length())
     if past:
         _check_warm_cache(past, input_ids, generation_config, model_kwargs)
+    _check_rope(target, past, input_ids, generation_config, model_kwargs)
+
+
+def _check_rope(target, past: int, input_ids: torch.LongTensor, generation_config, model_kwargs) -> None:
+    """A target whose rotary frequencies change with the length of the text gives the tokens of a block those of its
+    last one. So a call may not reach the length where they change."""
+    for kind, limit in rope_limits(target.config.get_text_config(decoder=True)):
+        start = int(model_kwargs["position_ids"].max()) + 1
+        end = start + generation_config.max_length - input_ids.shape[1]
+        # LongRoPE changes once; behind that it is as any other.
+        if end > limit and not (kind == "longrope" and limit < (past or start)):
+            shorter = f"set max_new_tokens to {limit - start} at most, or " if start < limit else ""
+            raise ValueError(
+                f"The target's rope_type {kind!r} changes its frequencies above {limit} tokens, and this call may go "
+                f"up to {end}: a block would not get those of its tokens; {shorter}generate without assistant_model."
+            )
 
 
 def _check_warm_cache(past: int, input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> None:

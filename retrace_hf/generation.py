@@ -128,12 +128,12 @@ def _decoding(original: Callable) -> Callable:
         drafter = call.get("assistant_model")
         if not _drafts(drafter, generation_config):
             return original(self, *args, **kwargs)
-        check_inputs(call["input_ids"], generation_config, call["model_kwargs"])
         # generate() works on a copy of its config, so this attribute lives as long as the call. It is how
         # upstream itself hands on what a later step needs (`_eos_token_tensor`, `_mask_length`).
         generation_config._retrace_stopping_criteria = call["stopping_criteria"]
         # The loop cuts blocks at the config's limit; plain generate() stops at the criterion's, which may be another.
         generation_config.max_length = call["stopping_criteria"].max_length
+        check_inputs(self, call["input_ids"], generation_config, call["model_kwargs"])
         cache = call["model_kwargs"]["cache"]
         with _not_recording_past(cache), _rolling_back(cache, generation_config):
             output = original(self, *args, **kwargs)

@@ -173,8 +173,11 @@ def test_two_targets_in_two_threads_share_one_drafter(drafter, monkeypatch):
         assert stats.calls == 1 and stats.new_tokens == NEW_TOKENS
 
 
-def test_a_call_leaves_nothing_on_the_drafter(target, prompt, drafter):
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}])
+def test_a_call_leaves_nothing_on_the_drafter(target, prompt, rope):
     """What is not there cannot collide."""
+    grows = {"rope_parameters": rope, "max_position_embeddings": 24} if rope else {}
+    drafter = randomize(tiny_drafter(target, **grows))
 
     def attributes():
         return {

@@ -9,6 +9,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from torch import nn
 from torch.testing import assert_close
+from transformers import DynamicCache
 
 from retrace_hf import RetraceDrafter, RetraceTrainer, RetraceTrainingArguments, record_acceptance
 from retrace_hf.candidate_generator import check_head, draft_logits
@@ -159,6 +160,49 @@ def test_left_padding(name):
         assert torch.equal(out, sequence), kind
         if kind == "oracle" and name != "bloom":
             assert stats.acceptance_length == BLOCK_SIZE
+
+
+ROPES = {
+    "dynamic": {"factor": 4.0},
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 40,
+    },
+}
+
+
+def growing_target(kind):
+    """A target whose rotary frequencies change above 40 tokens."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
+    return tiny_target("llama", rope_parameters=rope, max_position_embeddings=40 if kind == "dynamic" else 160)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_frequencies_that_change_with_the_length(kind):
+    """A block is served where all of its tokens have the same ones, and refused where they would not."""
+    target, ran = growing_target(kind), []
+    check_equal(target, prompt_of(40 - NEW_TOKENS))
+    drafter, cache = randomize(tiny_drafter(target)), DynamicCache(config=target.config)
+    first = plain(target, prompt_of(20), 20, cache=cache)
+    text = torch.cat([first, prompt_of(7, seed=9)], dim=1)
+    handle = target.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(ValueError, match=f"{kind}' changes .* above 40 tokens.* to 41: .*tokens to 20 at most"):
+        plain(target, prompt_of(20), 21, assistant_model=drafter)
+    with pytest.raises(ValueError, match=f"{kind}' changes .* above 40 tokens.*generate without assistant_model"):
+        plain(target, text, 10, assistant_model=drafter, cache=cache)
+    padded, mask = torch.cat([torch.zeros(1, 9, dtype=torch.long), prompt_of(20)], dim=1), torch.ones(1, 29)
+    mask[:, :9] = 0
+    with pytest.raises(ValueError, match="max_new_tokens to 20 at most"):
+        plain(target, padded, 21, assistant_model=drafter, attention_mask=mask.long())
+    assert not ran
+    handle.remove()
+    if kind == "longrope":  # above the change it is as any other
+        check_equal(target, prompt_of(47))
+    else:
+        with pytest.raises(ValueError, match=f"{kind}' changes"):
+            plain(target, text, 10, assistant_model=drafter)
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
