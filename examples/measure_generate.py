@@ -119,11 +119,12 @@ def next_turn(tokenizer, so_far: list[int], question: str) -> torch.LongTensor:
 
 def measure_policies(args, target, tokenizer, drafter) -> dict:
     found: dict[str, list] = {"argmax": [], "sample": []}
+    own = drafter.config.proposal
     rows = spread(read_eval_prompts(args.prompts), args.limit)
     for number, row in enumerate(tqdm(rows, desc="policies")):
         prompt = chat_ids(tokenizer, [{"role": "user", "content": row["turns"][0]}])
         for policy, stats in found.items():
-            drafter.proposal = policy
+            drafter.config.proposal = policy
             set_seed(number)
             with record_acceptance() as recorded:
                 target.generate(
@@ -135,7 +136,7 @@ def measure_policies(args, target, tokenizer, drafter) -> dict:
                     top_k=0,
                 )
             stats.append(recorded)
-    drafter.proposal = "argmax"
+    drafter.config.proposal = own
     return {
         **{name: entry(stats) for name, stats in found.items()},
         "argmax_over_sample": bootstrap_ratio(found["argmax"], found["sample"]),

@@ -10,13 +10,13 @@ The first line is run once, before the final measurement, so that what is measur
 
 import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
 
 import torch
 
 from retrace_hf import RetraceDrafter
+from retrace_hf.files import write_text
 from retrace_hf.terminal import run_command
 
 
@@ -55,12 +55,6 @@ DFlash generator on this drafter's weights. All figures, with the acceptance at 
 {notes}"""
 
 
-def write_whole(path: Path, text: str):
-    temporary = Path(f"{path}.part")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def ship_weights(run: Path, folder: Path):
     drafter = RetraceDrafter.from_pretrained(run, dtype=torch.float32)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,21 +65,21 @@ def ship_weights(run: Path, folder: Path):
         del config["auto_map"]  # it names code, and a copy of the package's would grow old here
         Path(temporary, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         for file in ("model.safetensors", "config.json"):
-            os.replace(Path(temporary, file), folder / file)
+            Path(temporary, file).replace(folder / file)
     note = run / "training.json"
     if note.is_file():
-        write_whole(folder / "training.json", note.read_text())
+        write_text(folder / "training.json", note.read_text())
     else:  # an older one would tell of other weights
         (folder / "training.json").unlink(missing_ok=True)
 
 
 def ship_results(results_file: Path, folder: Path):
     results = results_file.read_text()
-    write_whole(folder / "results.json", results)
+    write_text(folder / "results.json", results)
     note = folder / "training.json"
     training = json.loads(note.read_text()) if note.is_file() else {}
     card = render_card(json.loads(results), RetraceDrafter.from_pretrained(folder), training)
-    write_whole(folder / "README.md", card)
+    write_text(folder / "README.md", card)
 
 
 def render_card(results: dict, drafter: RetraceDrafter, training: dict) -> str:

@@ -140,7 +140,7 @@ def describe_run(script: ScriptArguments, args: RetraceTrainingArguments) -> dic
     }
 
 
-def claim_folder(folder: Path, run: dict) -> bool:
+def has_ended(folder: Path, run: dict) -> bool:
     """Whether this run has ended here. Raises where the folder holds a run made otherwise: going on would mix the two
     and call it this one."""
     note = folder / "training.json"
@@ -166,7 +166,7 @@ def main():
     script, args = parser.parse_args_into_dataclasses()
     checkpoint = last_whole_checkpoint(args.output_dir)
     folder, run = Path(args.output_dir), describe_run(script, args)
-    if claim_folder(folder, run):
+    if has_ended(folder, run):
         print(f"{folder} is finished; nothing is left to do.")
         return
     print(f"Going on from {checkpoint}." if checkpoint else f"Starting anew: {folder} holds no whole checkpoint.")

@@ -28,16 +28,15 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
 
+from .configuration_retrace import PROPOSALS
 from .context import captured_layers, check_target_layer_ids, gather_context_states, keep_last
 from .draft_context import drop_context, keep_context, take_context
 from .noise import block_tokens, embed_block
-from .positions import block_positions
+from .positions import block_positions, rope_limits
 from .trajectory import RejectedTrajectory, align_trajectory
 
 
 logger = logging.get_logger(__name__)
-
-PROPOSALS = ("argmax", "sample")
 
 # What weights are stored in where they are not quantised (float8 ones are).
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -78,12 +77,12 @@ class RetraceCandidateGenerator(CandidateGenerator):
     keeps that (`draft_context.py`). Nothing is copied to the host.
 
     Proposals are each slot's argmax, also when sampling: the loop then samples the target at every slot and compares,
-    which is the target's law exactly. With `drafter.proposal = "sample"` (and `do_sample=True`) they are drawn from
-    the drafter's own law q, processors applied, and q's logits are handed back for rejection sampling.
+    which is the target's law exactly. With `drafter.config.proposal = "sample"` (and `do_sample=True`) they are
+    drawn from the drafter's own law q, processors applied, and q's logits are handed back for rejection sampling.
 
     Custom stopping criteria are run on every proposed prefix with `scores=None`, and the block is cut before the token
     that completes the stop: exact for criteria that are functions of the prefix. Such calls propose argmax whatever
-    `drafter.proposal` says, because a cut that depends on a drawn token would bend the law. `max_time` is looked at
+    `config.proposal` says, because a cut that depends on a drawn token would bend the law. `max_time` is looked at
     once a round.
 
     Logits processors are applied to prefixes that may be rejected later and out of order, so a processor with memory
@@ -91,7 +90,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
 
     Args:
         drafter ([`RetraceDrafter`]):
-            The drafter. Its attribute `proposal`, `"argmax"` (default) or `"sample"`, sets the policy.
+            The drafter. Its config's `proposal`, `"argmax"` (default) or `"sample"`, sets the policy.
         target (`PreTrainedModel`):
             The model that `generate()` was called on.
         generation_config (`GenerationConfig`):
@@ -105,7 +104,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
             prompt is read in chunks, as plain `generate()` reads it.
 
     Raises:
-        ValueError: an unknown `drafter.proposal`, a processor that cannot be rolled back, or `"sample"` with a target
+        ValueError: an unknown `config.proposal`, a processor that cannot be rolled back, or `"sample"` with a target
             whose logits are not what [`draft_logits`] computes.
 
     Source: DFlash, arXiv 2602.06036; ReTrace, arXiv 2608.29748; Leviathan et al., arXiv 2211.17192 (sampling).
@@ -139,7 +138,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.logits_processor = _checked_processors(logits_processor)
         self.slot_by_slot = any(type(p) not in _ROW_WISE for p in self.logits_processor)
         self.max_length, self.prefix_criteria = _split_criteria(stopping_criteria, generation_config)
-        self.draws = _proposal(drafter) == "sample" and bool(generation_config.do_sample) and not self.prefix_criteria
+        self.draws = _proposal(config) == "sample" and bool(generation_config.do_sample) and not self.prefix_criteria
         if self.draws:
             check_head(target)
 
@@ -437,8 +436,8 @@ def check_head(target: PreTrainedModel) -> None:
     if not torch.linalg.vector_norm(found - expected) < tolerance * torch.linalg.vector_norm(expected):
         raise ValueError(
             f"{type(target).__name__} computes its logits from the last state in a way that is not known here, so "
-            "proposals cannot be drawn from the drafter's law; set drafter.proposal = 'argmax', which needs none of "
-            "it and samples the same law."
+            "proposals cannot be drawn from the drafter's law; set drafter.config.proposal = 'argmax', which needs "
+            "none of it and samples the same law."
         )
 
 
@@ -488,11 +487,10 @@ def _draw(logits: torch.Tensor) -> torch.LongTensor:
     return torch.multinomial(logits.softmax(dim=-1, dtype=torch.float32), num_samples=1)[:, 0]
 
 
-def _proposal(drafter) -> str:
-    proposal = getattr(drafter, "proposal", "argmax")
-    if proposal not in PROPOSALS:
-        raise ValueError(f"drafter.proposal is {proposal!r}; it must be one of {PROPOSALS}.")
-    return proposal
+def _proposal(config) -> str:
+    if config.proposal not in PROPOSALS:
+        raise ValueError(f"The drafter's config.proposal is {config.proposal!r}; it must be one of {PROPOSALS}.")
+    return config.proposal
 
 
 def _checked_processors(processors: LogitsProcessorList | None) -> LogitsProcessorList:
@@ -551,21 +549,13 @@ def cached_prefix_length(input_ids: torch.LongTensor, generation_config, model_k
     return past if seen == input_ids.shape[1] else 0
 
 
-def check_pairing(
-    drafter,
-    target: PreTrainedModel,
-    generation_config=None,
-    model_kwargs: dict[str, Any] | None = None,
-    input_ids: torch.LongTensor | None = None,
-) -> None:
-    """Raises before the target has run if this drafter cannot serve this target, or not in this call.
+def check_pairing(drafter, target: PreTrainedModel, generation_config=None) -> None:
+    """Raises before the target has run if this drafter cannot serve this target, or not with these options.
 
     Args:
         drafter ([`RetraceDrafter`]): The drafter, PEFT-wrapped or not.
         target (`PreTrainedModel`): The model that is to generate.
         generation_config (`GenerationConfig`, *optional*): The call's options, checked if given.
-        model_kwargs (`dict`, *optional*): The call's model inputs, checked together with `input_ids`.
-        input_ids (`torch.LongTensor` of shape `[b, length]`, *optional*): The prompt.
 
     Raises:
         ValueError: names what does not fit, and the cure.
@@ -573,8 +563,6 @@ def check_pairing(
     _check_models(drafter.config, target)
     if generation_config is not None:
         _check_options(generation_config, target)
-    if input_ids is not None:
-        _check_inputs(input_ids, generation_config, model_kwargs or {})
 
 
 def check_target(target: PreTrainedModel) -> None:
@@ -705,7 +693,20 @@ def _check_options(generation_config, target: PreTrainedModel) -> None:
         )
 
 
-def _check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> None:
+def check_inputs(
+    target: PreTrainedModel, input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]
+) -> None:
+    """Raises before the target has run if a drafter cannot serve these inputs.
+
+    Args:
+        target (`PreTrainedModel`): The model that is to generate.
+        input_ids (`torch.LongTensor` of shape `[b, length]`): The prompt.
+        generation_config (`GenerationConfig`): The call's options.
+        model_kwargs (`dict`): The call's model inputs, its cache among them.
+
+    Raises:
+        ValueError: names what does not fit, and the cure.
+    """
     if input_ids.shape[0] > 1:
         raise ValueError(
             f"The batch has {input_ids.shape[0]} sequences; a drafter serves one, call generate() once for each."
@@ -716,7 +717,7 @@ def _check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: 
             "inputs_embeds was passed without input_ids of the same length; a drafter needs the prompt's tokens, pass "
             "input_ids (with or without inputs_embeds)."
         )
-    if generation_config is not None and generation_config.prefill_chunk_size is not None:
+    if generation_config.prefill_chunk_size is not None:
         whole = ["inputs_embeds", *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL]
         found = [key for key in whole if model_kwargs.get(key) is not None]
         if found:
@@ -732,6 +733,22 @@ def _check_inputs(input_ids: torch.LongTensor, generation_config, model_kwargs: 
     past = int(cache.get_seq_length())
     if past:
         _check_warm_cache(past, input_ids, generation_config, model_kwargs)
+    _check_rope(target, past, input_ids, generation_config, model_kwargs)
+
+
+def _check_rope(target, past: int, input_ids: torch.LongTensor, generation_config, model_kwargs) -> None:
+    """A target whose rotary frequencies change with the length of the text gives the tokens of a block those of its
+    last one. So a call may not reach the length where they change."""
+    for kind, limit in rope_limits(target.config.get_text_config(decoder=True)):
+        start = int(model_kwargs["position_ids"].max()) + 1
+        end = start + generation_config.max_length - input_ids.shape[1]
+        # LongRoPE changes once; behind that it is as any other.
+        if end > limit and not (kind == "longrope" and limit < (past or start)):
+            shorter = f"set max_new_tokens to {limit - start} at most, or " if start < limit else ""
+            raise ValueError(
+                f"The target's rope_type {kind!r} changes its frequencies above {limit} tokens, and this call may go "
+                f"up to {end}: a block would not get those of its tokens; {shorter}generate without assistant_model."
+            )
 
 
 def _check_warm_cache(past: int, input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> None:
@@ -761,4 +778,4 @@ def _check_warm_cache(past: int, input_ids: torch.LongTensor, generation_config,
         )
 
 
-__all__ = ["RetraceCandidateGenerator", "check_pairing", "draft_logits"]
+__all__ = ["RetraceCandidateGenerator", "check_inputs", "check_pairing", "draft_logits"]

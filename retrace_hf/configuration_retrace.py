@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 CONTEXT_FUSIONS = ("shared",)
 CONDITIONINGS = ("none", "overwrite", "gated", "corrected")
+PROPOSALS = ("argmax", "sample")
 
 
 @strict
@@ -38,6 +39,10 @@ class RetraceConfig(PreTrainedConfig):
             (ReTrace), or its ablations `"gated"` (no correction by target states) and `"overwrite"` (rejected states
             replace the mask embeddings, no parameters). Read in each forward: setting it to `"none"` on a loaded
             drafter switches the signal off.
+        proposal (`str`, defaults to `"argmax"`):
+            What is proposed where `generate()` samples; the law of the text is the target's either way. `"argmax"`:
+            each slot's most likely token. `"sample"`: drawn from the drafter's own law, which a drafter trained with
+            soft targets may gain from. Read in each call, and saved: a published drafter brings its policy.
         item_slots (`int`, defaults to 0):
             Tokens of an item in generative recommendation (PAD-Rec); 0: no item slots. Only 0 is served today.
         step_embeddings (`bool`, defaults to `False`):
@@ -79,6 +84,7 @@ class RetraceConfig(PreTrainedConfig):
     context_window: int | None = None
     context_fusion: str = "shared"
     conditioning: str = "corrected"
+    proposal: str = "argmax"
     item_slots: int = 0
     step_embeddings: bool = False
 
@@ -129,6 +135,8 @@ class RetraceConfig(PreTrainedConfig):
             raise ValueError(f"context_fusion is {self.context_fusion!r}; this version serves {CONTEXT_FUSIONS}.")
         if self.conditioning not in CONDITIONINGS:
             raise ValueError(f"conditioning is {self.conditioning!r}; it must be one of {CONDITIONINGS}.")
+        if self.proposal not in PROPOSALS:
+            raise ValueError(f"proposal is {self.proposal!r}; it must be one of {PROPOSALS}.")
         if self.item_slots or self.step_embeddings:
             raise ValueError(
                 f"item_slots={self.item_slots} and step_embeddings={self.step_embeddings}: this version serves 0 and "

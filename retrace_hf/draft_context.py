@@ -44,10 +44,10 @@ def take_context(target_cache: Cache, drafter, cached_ids: torch.LongTensor) -> 
 
     It leaves the target's cache: a call that fails half-way leaves nothing behind that the next one could mistake.
     """
-    kept: DraftContext | None = getattr(target_cache, _NAME, None)
-    if kept is None:
-        return None
+    kept = getattr(target_cache, _NAME, None)
     drop_context(target_cache)
+    if not isinstance(kept, DraftContext):  # none, or one that another copy of this code left
+        return None
     length = kept.tokens.shape[1]
     block_size = drafter.config.block_size
     if kept.drafter() is not drafter or kept.cache.get_seq_length() != kept.rows + block_size:

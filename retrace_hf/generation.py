@@ -15,37 +15,72 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator, DFlashTokenCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
-from transformers.utils.output_capturing import selected_hidden_states
+from transformers.utils.output_capturing import resolve_hidden_states_indices, selected_hidden_states
 
-from .candidate_generator import check_pairing
+from .candidate_generator import check_inputs, check_pairing
 
 
 def install_generate_hook() -> None:
     """Teaches `generate()` to use any assistant with a `get_candidate_generator` method. A second call does nothing.
 
-    Three methods of `GenerationMixin` are wrapped, each for what it alone knows: `_validate_generation_mode` sees the
-    options before anything has run, `_assisted_decoding` the stopping criteria and the cache,
-    `_get_candidate_generator` chooses. A call without such an assistant, or with `speculation_type="dflash"`, goes to
-    transformers' own methods unchanged.
+    Four methods of `GenerationMixin` are wrapped, each for what it alone knows: `_extract_generation_mode_kwargs` sees
+    a decoding loop of the user's, `_validate_generation_mode` the options before anything has run,
+    `_assisted_decoding` the stopping criteria and the cache, `_get_candidate_generator` chooses. A call without such
+    an assistant, or with `speculation_type="dflash"`, goes to transformers' own methods unchanged.
+
+    Drafters loaded with `trust_remote_code` bring copies of this code, which may be older or newer. Each copy wraps
+    the methods once and serves the drafters of its own classes; an assistant of no copy is served by the first.
     """
-    # The mark is on the class, so that this package and a remote-code copy of it share one hook and its recorders.
-    if "_retrace_recorders" in vars(GenerationMixin):
+    # On the class, where all copies find it: their packages, first come first, and the recorders, which they share.
+    if "_retrace_hooks" not in vars(GenerationMixin):
+        GenerationMixin._retrace_hooks = []
+    if "_retrace_recorders" not in vars(GenerationMixin):
+        GenerationMixin._retrace_recorders = ContextVar("retrace_recorders", default=())
+    if _package_of(__name__) in GenerationMixin._retrace_hooks:
         return
-    GenerationMixin._retrace_recorders = ContextVar("retrace_recorders", default=())
+    GenerationMixin._retrace_hooks.append(_package_of(__name__))
+    GenerationMixin._extract_generation_mode_kwargs = _extracting(GenerationMixin._extract_generation_mode_kwargs)
     GenerationMixin._validate_generation_mode = _validating(GenerationMixin._validate_generation_mode)
     GenerationMixin._assisted_decoding = _decoding(GenerationMixin._assisted_decoding)
     GenerationMixin._get_candidate_generator = _choosing(GenerationMixin._get_candidate_generator)
 
 
+def _package_of(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
 def _is_drafter(assistant_model) -> bool:
-    """Whether this assistant brings its own generator. By name, not by class: a remote-code copy of the drafter is
-    another class, and a PeftModel hands the method through."""
-    return callable(getattr(assistant_model, "get_candidate_generator", None))
+    """Whether this assistant brings its own generator and is for this copy of the code to serve. By name, not by
+    class: a PeftModel hands the method through."""
+    method = getattr(assistant_model, "get_candidate_generator", None)
+    if not callable(method):
+        return False
+    hooks = GenerationMixin._retrace_hooks
+    classes = type(getattr(method, "__self__", None)).__mro__  # a subclass of the user's is served as its base
+    owner = next((p for p in (_package_of(c.__module__) for c in classes) if p in hooks), hooks[0])
+    return owner == _package_of(__name__)
 
 
 def _drafts(assistant_model, generation_config) -> bool:
     """Whether this assistant's own generator is wanted, not transformers' on its weights."""
     return _is_drafter(assistant_model) and getattr(generation_config, "speculation_type", None) != "dflash"
+
+
+def _extracting(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _extract_generation_mode_kwargs(self, *args, **kwargs):
+        call = signature.bind(self, *args, **kwargs).arguments
+        if callable(call.get("custom_generate")) and _is_drafter(call.get("assistant_model")):
+            # transformers hands a function no assistant.
+            raise ValueError(
+                "custom_generate is a function, which decodes without assistant_model, so the drafter would not be "
+                "used; leave out one of the two, or call generate(assistant_model=drafter) inside the function."
+            )
+        return original(self, *args, **kwargs)
+
+    return _extract_generation_mode_kwargs
 
 
 def _validating(original: Callable) -> Callable:
@@ -93,16 +128,16 @@ def _decoding(original: Callable) -> Callable:
         drafter = call.get("assistant_model")
         if not _drafts(drafter, generation_config):
             return original(self, *args, **kwargs)
-        check_pairing(drafter, self, generation_config, call.get("model_kwargs"), call["input_ids"])
         # generate() works on a copy of its config, so this attribute lives as long as the call. It is how
         # upstream itself hands on what a later step needs (`_eos_token_tensor`, `_mask_length`).
         generation_config._retrace_stopping_criteria = call["stopping_criteria"]
         # The loop cuts blocks at the config's limit; plain generate() stops at the criterion's, which may be another.
         generation_config.max_length = call["stopping_criteria"].max_length
+        check_inputs(self, call["input_ids"], generation_config, call["model_kwargs"])
         cache = call["model_kwargs"]["cache"]
         with _not_recording_past(cache), _rolling_back(cache, generation_config):
             output = original(self, *args, **kwargs)
-        return _as_plain(output, generation_config, prompt_length=call["input_ids"].shape[1])
+        return _as_plain(output, self, generation_config, prompt_length=call["input_ids"].shape[1])
 
     return _assisted_decoding
 
@@ -135,13 +170,13 @@ def _not_recording_past(cache: Cache) -> Iterator[None]:
                 layer.record_past = was
 
 
-def _as_plain(output, generation_config, prompt_length: int):
+def _as_plain(output, target, generation_config, prompt_length: int):
     """The loop's output, in plain `generate()`'s shapes where it has others."""
     if not generation_config.return_dict_in_generate:
         return output
     wanted = selected_hidden_states(generation_config.output_hidden_states)
     if wanted is not None and output.hidden_states is not None:  # the drafter had all captured
-        output.hidden_states = tuple(_only(wanted, states) for states in output.hidden_states)
+        output.hidden_states = tuple(_only(wanted, states, target) for states in output.hidden_states)
     accepted = getattr(generation_config, "_retrace_accepted", None)
     if output.attentions and accepted and len(output.attentions[0]) == len(output.cache.layers):
         # The prefill's entry comes first.
@@ -149,9 +184,9 @@ def _as_plain(output, generation_config, prompt_length: int):
     return output
 
 
-def _only(wanted: list[int], states: tuple) -> tuple:
+def _only(wanted: list[int], states: tuple, target) -> tuple:
     """The states at the indices that are wanted, negative ones from the end, and None elsewhere."""
-    places = {i % len(states) for i in wanted if -len(states) <= i < len(states)}
+    places = resolve_hidden_states_indices(target, wanted, num_hidden_states=len(states))
     return tuple(state if i in places else None for i, state in enumerate(states))
 
 

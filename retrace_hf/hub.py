@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from .files import written_whole
 from .folder_generate import generate
 
 
@@ -30,11 +31,8 @@ def code_files() -> dict[str, Path]:
 def write_code(folder: str | os.PathLike) -> None:
     """Writes the code into a drafter's folder, each file whole or not at all."""
     for name, source in code_files().items():
-        target = Path(folder, name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.part")
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
+        with written_whole(Path(folder, name)) as temporary:
+            shutil.copyfile(source, temporary)
 
 
 __all__ = ["AUTO_MAP", "code_files", "write_code"]

@@ -11,6 +11,7 @@ from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -26,6 +27,7 @@ from .configuration_retrace import RetraceConfig
 from .context import check_target_layer_ids, default_target_layer_ids
 from .generation import install_generate_hook
 from .hub import AUTO_MAP, write_code
+from .positions import GROWING_ROPES
 from .trajectory import RejectedTrajectory, TrajectoryFusion, overwrite_embeds
 
 
@@ -41,6 +43,16 @@ class RetraceRotaryEmbedding(Qwen3RotaryEmbedding):
         rotary_dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    def forward(self, x: torch.Tensor, position_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inv_freq, scaling = self.inv_freq, self.attention_scaling
+        if self.rope_type in GROWING_ROPES:
+            # Qwen3's writes these into its buffers, where they outlast the call and meet those of another thread.
+            length = int(position_ids.max()) + 1
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, x.device, seq_len=length)
+        angles = position_ids[..., None].float() * inv_freq.to(device=x.device, dtype=torch.float)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -150,7 +162,11 @@ class RetracePreTrainedModel(PreTrainedModel):
 
 def _check_is_retrace(path, kwargs: dict) -> None:
     """Raises where there is no checkpoint, or one of another kind, which `from_pretrained` would load as if it were a
-    drafter."""
+    drafter.
+
+    This reads config.json once more than transformers does. The config class could check what it reads, but for a
+    path that is nowhere transformers fails before that, with a word about the form of Hub ids.
+    """
     options = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
     found = {k: kwargs[k] for k in options if k in kwargs}
     try:
@@ -407,6 +423,15 @@ class RetraceDrafter(RetracePreTrainedModel):
         return drafter.to(next(iter(state.values())).dtype).eval()
 
     # -- generate() --------------------------------------------------------------------------------------------------
+
+    @property
+    def proposal(self) -> str:
+        """`config.proposal`, to read and to set."""
+        return self.config.proposal
+
+    @proposal.setter
+    def proposal(self, policy: str):
+        self.config.proposal = policy
 
     def get_candidate_generator(self, target, generation_config, logits_processor, stopping_criteria, model_kwargs):
         """The generator of one `generate()` call. This method is how the hook recognises a drafter."""

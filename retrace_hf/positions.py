@@ -6,6 +6,10 @@ Both paths, training (many anchors) and generation (one), take their positions f
 import torch
 
 
+# Types of rotary positions whose frequencies change with the length of the text.
+GROWING_ROPES = ("dynamic", "longrope")
+
+
 def block_positions(anchor_positions: torch.Tensor, block_size: int) -> torch.Tensor:
     """Positions of the slots of blocks: slot j of a block stands at `anchor + j`.
 
@@ -18,3 +22,16 @@ def block_positions(anchor_positions: torch.Tensor, block_size: int) -> torch.Te
     """
     slots = torch.arange(block_size, device=anchor_positions.device, dtype=anchor_positions.dtype)
     return (anchor_positions[..., None] + slots).flatten(-2)
+
+
+def rope_limits(config) -> list[tuple[str, int]]:
+    """The [`GROWING_ROPES`] of a text config, each with the length above which its frequencies change."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [entry for entry in rope.values() if isinstance(entry, dict)]
+    growing = [kind for kind in kinds if kind.get("rope_type") in GROWING_ROPES]
+    return [
+        ("longrope", kind["original_max_position_embeddings"])
+        if kind["rope_type"] == "longrope"
+        else (kind["rope_type"], config.max_position_embeddings)
+        for kind in growing
+    ]

@@ -1,6 +1,6 @@
 """Tiny real models, and drafters whose acceptance is known beforehand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from tokenizers import Regex, Tokenizer
@@ -16,6 +16,10 @@ from .target_table import FAMILIES, VOCAB_SIZE
 
 MASK_TOKEN_ID = 199
 BLOCK_SIZE = 8
+# Slots that a mixed drafter has right, by round: rejection early, late, at the last slot, none.
+MIXED = (2, 0, 7, 6, 3, 1, 5)
+THREE_KINDS = ("real", "oracle", "wrong")
+KINDS = (*THREE_KINDS, "mixed")
 
 
 def tiny_target(family: str = "qwen3", seed: int = 0, **overrides) -> PreTrainedModel:
@@ -104,6 +108,38 @@ def always_wrong(
 ) -> RetraceDrafter:
     """A drafter that is never right about `sequence`."""
     return script_drafter(drafter, target, sequence, lambda t: 0, **inputs)
+
+
+def mixed(drafter: RetraceDrafter, target: PreTrainedModel, sequence: torch.LongTensor, **inputs) -> RetraceDrafter:
+    """A drafter that is right about `sequence` for another number of slots in each round."""
+    return script_drafter(drafter, target, sequence, lambda t: MIXED[t % len(MIXED)], **inputs)
+
+
+def drafter_of_kind(
+    kind: str,
+    target: PreTrainedModel,
+    sequence: torch.LongTensor,
+    change: Callable[[RetraceDrafter], RetraceDrafter] = lambda drafter: drafter,
+    **inputs,
+) -> RetraceDrafter:
+    """A tiny drafter: `"real"` (all of it random), `"oracle"`, `"wrong"` or `"mixed"` about `sequence`.
+
+    Args:
+        change: What else is done to its weights or config, before it is scripted.
+        inputs: As in [`script_drafter`].
+    """
+    if kind == "real":
+        return change(randomize(tiny_drafter(target)))
+    script = {"oracle": oracle, "wrong": always_wrong, "mixed": mixed}[kind]
+    return script(change(tiny_drafter(target)), target, sequence, **inputs)
+
+
+def drafters(
+    target: PreTrainedModel, sequence: torch.LongTensor, kinds: tuple[str, ...] = THREE_KINDS, **options
+) -> Iterator[tuple[str, RetraceDrafter]]:
+    """Kind and drafter, one of each kind, made when it is asked for; options as in [`drafter_of_kind`]."""
+    for kind in kinds:
+        yield kind, drafter_of_kind(kind, target, sequence, **options)
 
 
 def letters_tokenizer() -> PreTrainedTokenizerFast:

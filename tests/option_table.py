@@ -45,20 +45,15 @@ from retrace_hf import AcceptanceStats, record_acceptance
 
 from .fixtures import (
     BLOCK_SIZE,
+    KINDS,
     VOCAB_SIZE,
-    always_wrong,
+    drafter_of_kind,
     letters_tokenizer,
-    oracle,
     prompt_of,
-    randomize,
-    script_drafter,
-    tiny_drafter,
     tiny_target,
 )
 
 
-DRAFTERS = ("real", "oracle", "wrong", "mixed")
-MIXED = (2, 0, 5, 1)  # slots that the mixed drafter has right, by round
 PROMPT_LENGTH = 20
 NEW_TOKENS = BLOCK_SIZE + 2  # the prefill's token, a whole block, and a block that the length cuts
 LETTERS = letters_tokenizer()
@@ -80,14 +75,6 @@ class Bench:
         self.sequence = self.target.generate(input_ids=self.prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
         self.text = self.sequence[0, PROMPT_LENGTH:].tolist()
         self.plain: dict[Row, Outcome] = {}  # by row, so that three drafters share it
-
-    def drafter(self, kind: str, sequence: torch.LongTensor):
-        if kind == "real":
-            return randomize(tiny_drafter(self.target))
-        drafter = tiny_drafter(self.target)
-        if kind == "mixed":
-            return script_drafter(drafter, self.target, sequence, lambda t: MIXED[t % len(MIXED)])
-        return {"oracle": oracle, "wrong": always_wrong}[kind](drafter, self.target, sequence)
 
 
 def healing_tokenizer() -> PreTrainedTokenizerFast:
@@ -443,7 +430,8 @@ ARGUMENT_ROWS = [
     *inert(
         "negative_prompt_attention_mask", Made("ones", lambda b: torch.ones_like(b.prompt)), "read for guidance alone"
     ),
-    *equal("custom_generate", own_loop, OWN_GENERATE, trust_remote_code=True),
+    *equal("custom_generate", OWN_GENERATE, trust_remote_code=True),
+    *refused("custom_generate", own_loop, "custom_generate is a function.*leave out one of the two"),
 ]
 
 # What generate() takes as **kwargs and hands to the target.
@@ -694,17 +682,17 @@ def run_row(bench: Bench, row: Row, kind: str) -> Result:
     """Runs a row with a drafter of this kind, and says what came of it."""
     message = row.sliding if bench.slides and row.sliding else row.note
     if row.outcome == "refused" or message != row.note:
-        found = call(bench, row, bench.drafter(kind, bench.sequence))
+        found = call(bench, row, drafter_of_kind(kind, bench.target, bench.sequence))
         return _judged("refused", _refusal_faults(found, row.error, message), found)
     if row not in bench.plain:
         bench.plain[row] = call(bench, row)
     plain = bench.plain[row]
     if row.outcome == "fails":
-        found = call(bench, row, bench.drafter(kind, bench.sequence))
+        found = call(bench, row, drafter_of_kind(kind, bench.target, bench.sequence))
         same = plain.error is not None and repr(found.error) == repr(plain.error)
         return _judged("fails too", [] if same else [f"{found.error!r}, plain {plain.error!r}"], found)
     sequence = bench.sequence if plain.error else plain.sequences[:, row.padding :]
-    found = call(bench, row, bench.drafter(kind, sequence))
+    found = call(bench, row, drafter_of_kind(kind, bench.target, sequence))
     faults = differences(found, plain)
     if row.outcome == "inert" and not faults:
         faults = [f"without the option: {fault}" for fault in differences(call(bench, row, without=True), plain)]
@@ -758,10 +746,10 @@ def main(arguments: list[str] | None = None) -> int:
     faults = []
     for family in options.target or ["qwen3"]:
         bench = Bench(family)
-        table = Table("option", "value", "must be", *DRAFTERS, title=f"generate() with a drafter: {family}")
+        table = Table("option", "value", "must be", *KINDS, title=f"generate() with a drafter: {family}")
         for row in [row for row in rows_for(family) if row in rows]:
             cells = []
-            for kind in DRAFTERS:
+            for kind in KINDS:
                 with _quiet():
                     result = run_row(bench, row, kind)
                 words[result.word] = words.get(result.word, 0) + 1

@@ -9,7 +9,7 @@ from accelerate import dispatch_model
 from scipy.stats import chisquare
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import AutoModel, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 from transformers.generation.logits_process import (
@@ -19,14 +19,16 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from retrace_hf import RetraceCandidateGenerator, record_acceptance
+from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_acceptance
 from retrace_hf.candidate_generator import check_head, check_pairing, draft_logits
 from retrace_hf.noise import embed_block
 
 from .fixtures import (
     BLOCK_SIZE,
+    MIXED,
     VOCAB_SIZE,
     always_wrong,
+    mixed,
     oracle,
     plain,
     prompt_of,
@@ -38,16 +40,11 @@ from .fixtures import (
 
 
 LAST = 6  # index of the state after the final norm in a tiny target
-MIXED = (2, 0, 7, 6, 3, 1, 5)  # rounds of every kind: rejection early, late, at the last slot, none
 
 
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
-
-
-def mixed(drafter, target, sequence):
-    return script_drafter(drafter, target, sequence, lambda t: MIXED[t % len(MIXED)])
 
 
 class Spy:
@@ -477,7 +474,40 @@ def test_a_stop_turns_drawing_off(target):
     assert not RetraceCandidateGenerator(drafter, target, config, stopping_criteria=stop).draws
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_saved_drafter_brings_its_policy(target, tmp_path, monkeypatch):
+    from peft import LoraConfig, get_peft_model
+
+    drafter = randomize(tiny_drafter(target))
+    assert drafter.config.proposal == drafter.proposal == "argmax"
+    drafter.proposal = "sample"
+    drafter.save_pretrained(tmp_path)
+    loaded = RetraceDrafter.from_pretrained(tmp_path)
+    changed = RetraceDrafter.from_pretrained(tmp_path, proposal="argmax")
+    wrapped = get_peft_model(RetraceDrafter.from_pretrained(tmp_path), LoraConfig(target_modules=["fc"]))
+    off = get_peft_model(RetraceDrafter.from_pretrained(tmp_path), LoraConfig(target_modules=["fc"]))
+    off.config.proposal = "argmax"
+    draws, original = [], RetraceCandidateGenerator.get_candidates
+
+    def get_candidates(generator, *args, **kwargs):
+        tokens, logits = original(generator, *args, **kwargs)
+        draws[-1] |= logits is not None
+        return tokens, logits
+
+    monkeypatch.setattr(RetraceCandidateGenerator, "get_candidates", get_candidates)
+    assistants = (loaded, AutoModel.from_pretrained(tmp_path), wrapped, changed, off)
+    for assistant in assistants:
+        draws.append(False)
+        plain(target, prompt_of(8), 12, do_sample=True, assistant_model=assistant)
+    assert draws == [True, True, True, False, False]
+    draws.append(False)
+    assert torch.equal(plain(target, prompt_of(8), 12, assistant_model=loaded), plain(target, prompt_of(8), 12))
+    assert draws[-1] is False  # greedily
+
+
 def test_an_unknown_policy_is_refused(target):
+    with pytest.raises(ValueError, match="proposal is 'beam'.*argmax"):
+        tiny_drafter(target, proposal="beam")
     drafter = tiny_drafter(target)
     drafter.proposal = "beam"
     with pytest.raises(ValueError, match="proposal.*argmax"):

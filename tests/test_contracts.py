@@ -26,6 +26,7 @@ PACKAGE = Path(__file__).parents[1] / "retrace_hf"
 
 # Private names of transformers that the package reads, overrides or sets, and the test that holds each.
 CONTRACTS = {
+    "_extract_generation_mode_kwargs": "test_extract_generation_mode_kwargs",
     "_validate_generation_mode": "test_validate_generation_mode",
     "_assisted_decoding": "test_assisted_decoding",
     "_get_candidate_generator": "test_get_candidate_generator",
@@ -137,7 +138,28 @@ def test_everything_imported_is_there():
         assert there, moved(f"{module} has no {name}", path)
 
 
-# -- the three methods that are wrapped ------------------------------------------------------------------------------
+# -- the four methods that are wrapped -------------------------------------------------------------------------------
+
+
+def test_extract_generation_mode_kwargs(monkeypatch):
+    stands, told = "generation.py _extracting()", {}
+    needed = {"custom_generate", "assistant_model"}
+    signature = inspect.signature(inspect.unwrap(GenerationMixin._extract_generation_mode_kwargs))
+    assert needed <= set(signature.parameters), moved(
+        f"_extract_generation_mode_kwargs has no {needed - set(signature.parameters)}", stands
+    )
+
+    def extract(self, *args, **kwargs):
+        told.update(signature.bind(self, *args, **kwargs).arguments)
+        raise StopIteration
+
+    monkeypatch.setattr(GenerationMixin, "_extract_generation_mode_kwargs", extract)
+    assistant, loop = tiny_model(), print
+    with pytest.raises(StopIteration):
+        tiny_model().generate(PROMPT, assistant_model=assistant, custom_generate=loop)
+    assert told.get("assistant_model") is assistant and told.get("custom_generate") is loop, moved(
+        f"generate() does not tell _extract_generation_mode_kwargs of both, only of {list(told)}", stands
+    )
 
 
 def test_validate_generation_mode():
@@ -284,7 +306,7 @@ def test_model_kwargs_name_what_is_read(loop):
     assert isinstance(found.get("cache"), Cache), moved(
         f"the target's cache is not model_kwargs['cache'] (there is {sorted(found)})",
         "candidate_generator.py RetraceCandidateGenerator._begin()",
-        "there, in check_pairing() and in generation.py _decoding()",
+        "there, in check_inputs() and in generation.py _decoding()",
     )
     assert found.get("position_ids") is not None and found["position_ids"].shape == (1, length), moved(
         "model_kwargs['position_ids'] does not reach up to the anchor",
@@ -421,7 +443,7 @@ def test_target_caches():
         name = type(cache).__name__
         cache.update(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 5, 8), 0)
         assert cache.is_croppable is True, moved(
-            f"{name}.is_croppable is gone", "candidate_generator.py _check_inputs()"
+            f"{name}.is_croppable is gone", "candidate_generator.py check_inputs()"
         )
         assert cache.is_compileable is compileable, moved(
             f"{name}.is_compileable is not {compileable}", "candidate_generator.py _check_warm_cache()"

@@ -17,9 +17,8 @@ from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_accepta
 
 from .fixtures import (
     BLOCK_SIZE,
-    always_wrong,
+    drafters,
     letters_tokenizer,
-    oracle,
     plain,
     prompt_of,
     randomize,
@@ -79,13 +78,6 @@ def proposals_of(target, drafter, prompt, **kwargs) -> list[list[int]]:
     return proposals[target]
 
 
-def three_kinds(target, sequence, make=lambda drafter: drafter):
-    """One drafter of each kind, `make` applied to what can still be changed."""
-    yield "real", make(randomize(tiny_drafter(target)))
-    yield "oracle", oracle(make(tiny_drafter(target)), target, sequence)
-    yield "wrong", always_wrong(make(tiny_drafter(target)), target, sequence)
-
-
 # -- PEFT ------------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +104,7 @@ def test_an_adapter_drafts_and_a_merged_one_drafts_the_same(target, prompt, draf
 
 def test_wrapped_drafters_keep_the_text_whatever_they_propose(target, prompt, sequence):
     for make in (with_adapter, lambda drafter: with_adapter(drafter).merge_and_unload()):
-        for kind, drafter in three_kinds(target, sequence):
+        for kind, drafter in drafters(target, sequence):
             wrapped = make(drafter)
             with record_acceptance() as stats:
                 assert torch.equal(plain(target, prompt, NEW_TOKENS, assistant_model=wrapped), sequence), kind
@@ -181,8 +173,11 @@ def test_two_targets_in_two_threads_share_one_drafter(drafter, monkeypatch):
         assert stats.calls == 1 and stats.new_tokens == NEW_TOKENS
 
 
-def test_a_call_leaves_nothing_on_the_drafter(target, prompt, drafter):
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}])
+def test_a_call_leaves_nothing_on_the_drafter(target, prompt, rope):
     """What is not there cannot collide."""
+    grows = {"rope_parameters": rope, "max_position_embeddings": 24} if rope else {}
+    drafter = randomize(tiny_drafter(target, **grows))
 
     def attributes():
         return {
@@ -264,7 +259,7 @@ def test_after_an_exception_drafter_and_cache_go_on_as_new(how, at, family):
     target, prompt = tiny_target(family), prompt_of(30)
     sequence = plain(target, prompt, NEW_TOKENS)
     fresh = proposals_of(target, randomize(tiny_drafter(target)), prompt)
-    for kind, drafter in three_kinds(target, sequence):
+    for kind, drafter in drafters(target, sequence):
         cache = DynamicCache(config=target.config)
         seen = failing_call(how, at, target, prompt, drafter, cache)
         assert seen == sequence[0, : len(seen)].tolist() and cache.get_seq_length() < len(seen)
@@ -315,7 +310,7 @@ def test_a_loaded_drafter_drafts_blocks_of_another_size(target, prompt, sequence
         for one in (loaded, given):
             assert torch.equal(plain(target, prompt, NEW_TOKENS, assistant_model=one), sequence)
     assert max(map(len, proposals[target])) == block_size - 1
-    for kind, one in three_kinds(target, sequence, resized):
+    for kind, one in drafters(target, sequence, change=resized):
         with record_acceptance() as stats:
             assert torch.equal(plain(target, prompt, NEW_TOKENS, assistant_model=one), sequence), kind
         if kind == "oracle":
@@ -354,7 +349,7 @@ def test_a_drafter_changed_after_a_call(target, prompt, sequence, drafter, chang
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_drafters(target, prompt, sequence, dtype):
-    for kind, drafter in three_kinds(target, sequence, lambda drafter: drafter.to(dtype)):
+    for kind, drafter in drafters(target, sequence, change=lambda drafter: drafter.to(dtype)):
         with record_acceptance() as stats:
             assert torch.equal(plain(target, prompt, NEW_TOKENS, assistant_model=drafter), sequence), kind
         if kind == "oracle":

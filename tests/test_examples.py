@@ -168,4 +168,4 @@ def test_measuring_and_shipping(folder, run, tmp_path, monkeypatch):
     run("ship_drafter.py", "--results", "out/results.json", tmp_path / "card")
     card = (tmp_path / "card" / "README.md").read_text()
     assert f"{results['variants']['corrected']['all']['acceptance_length']:.3f}" in card
-    assert (tmp_path / "card" / "training.json").is_file() and not list((tmp_path / "card").glob("*.part"))
+    assert (tmp_path / "card" / "training.json").is_file() and not list((tmp_path / "card").glob("*.tmp.*"))

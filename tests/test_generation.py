@@ -20,25 +20,30 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 import retrace_hf
-from retrace_hf import AcceptanceStats, RetraceCandidateGenerator, install_generate_hook, record_acceptance
+from retrace_hf import (
+    AcceptanceStats,
+    RetraceCandidateGenerator,
+    candidate_generator,
+    install_generate_hook,
+    record_acceptance,
+)
 from retrace_hf.hub import write_code
 
+from . import fixtures
 from .fixtures import (
     BLOCK_SIZE,
+    KINDS,
+    MIXED,
     VOCAB_SIZE,
-    always_wrong,
     letters_tokenizer,
+    mixed,
     oracle,
     plain,
     prompt_of,
     randomize,
-    script_drafter,
     tiny_drafter,
     tiny_target,
 )
-
-
-MIXED = (2, 0, 7, 6, 3, 1, 5)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +62,7 @@ def sequence(target, prompt):
 
 
 def drafters(target, sequence):
-    """One drafter of each kind: random, always right, never right, and right for a varying number of slots."""
-    yield "real", randomize(tiny_drafter(target))
-    yield "oracle", oracle(tiny_drafter(target), target, sequence)
-    yield "wrong", always_wrong(tiny_drafter(target), target, sequence)
-    yield "mixed", script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+    return fixtures.drafters(target, sequence, KINDS)
 
 
 # -- the text is plain generate()'s ----------------------------------------------------------------------------------
@@ -491,7 +492,12 @@ def test_a_stop_together_with_the_length_limit(target, prompt, sequence):
 # -- the hook --------------------------------------------------------------------------------------------------------
 
 
-SEAMS = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
+SEAMS = (
+    "_extract_generation_mode_kwargs",
+    "_validate_generation_mode",
+    "_assisted_decoding",
+    "_get_candidate_generator",
+)
 
 
 def test_installing_again_changes_nothing():
@@ -501,31 +507,126 @@ def test_installing_again_changes_nothing():
     assert all(not hasattr(seam.__wrapped__, "__wrapped__") for seam in before)
 
 
+# Names that this code hands from one of its files to another, and what another version might call them.
+RENAMED = {"_retrace_accepted": "_retrace_taken", "kept.tokens": "kept.text", "    tokens: torch": "    text: torch"}
+
+
 @pytest.fixture
-def copied_package(tmp_path):
-    """The flat files of a `trust_remote_code` repository, imported under another name."""
-    folder = tmp_path / "retrace_copy"
-    write_code(folder)
-    (folder / "__init__.py").touch()
-    sys.path.insert(0, str(tmp_path))
-    yield "retrace_copy"
-    sys.path.remove(str(tmp_path))
+def copied_package(tmp_path, monkeypatch):
+    """Imports the flat files of a `trust_remote_code` repository under another name, beside this package.
+
+    `copied_package(first, other_version)` takes which of the two was loaded first, and whether the copy is of another
+    version."""
+
+    def load(first: str, other_version: bool):
+        for seam in SEAMS:  # as before any copy of the code was loaded
+            monkeypatch.setattr(GenerationMixin, seam, getattr(GenerationMixin, seam).__wrapped__)
+        monkeypatch.setattr(GenerationMixin, "_retrace_hooks", [])
+        folder = tmp_path / "retrace_copy"
+        write_code(folder)
+        (folder / "__init__.py").touch()
+        for file in folder.glob("*.py") if other_version else ():
+            text = file.read_text(encoding="utf-8")
+            for old, new in RENAMED.items():
+                text = text.replace(old, new)
+            file.write_text(text, encoding="utf-8")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        if first == "package":
+            install_generate_hook()
+        modeling = importlib.import_module("retrace_copy.modeling_retrace")
+        install_generate_hook()
+        return modeling
+
+    yield load
     for name in [n for n in sys.modules if n.split(".")[0] == "retrace_copy"]:
         del sys.modules[name]
 
 
-def test_a_copy_of_the_code_shares_the_hook(copied_package, target, prompt, sequence):
-    before = [getattr(GenerationMixin, seam) for seam in SEAMS]
-    modeling = importlib.import_module(f"{copied_package}.modeling_retrace")
-    generation = importlib.import_module(f"{copied_package}.generation")
-    generation.install_generate_hook()
-    assert [getattr(GenerationMixin, seam) for seam in SEAMS] == before
-    config = importlib.import_module(f"{copied_package}.configuration_retrace").RetraceConfig
-    drafter = modeling.RetraceDrafter(config(**tiny_drafter(target).config.to_dict())).eval()
-    assert not isinstance(drafter, retrace_hf.RetraceDrafter)
-    with record_acceptance() as ours, generation.record_acceptance() as theirs:
-        assert torch.equal(plain(target, prompt, assistant_model=drafter), sequence)
-    assert ours.rounds == theirs.rounds > 0
+@pytest.mark.parametrize("other_version", [False, True])
+@pytest.mark.parametrize("first", ["package", "copy"])
+def test_each_copy_of_the_code_serves_its_own_drafters(copied_package, prompt, first, other_version):
+    target = tiny_target()
+    target.set_attn_implementation("eager")
+    modeling = copied_package(first, other_version)
+    theirs = importlib.import_module("retrace_copy.generation")
+
+    def copied(drafter):
+        config = modeling.RetraceConfig(**drafter.config.to_dict())
+        copied = modeling.RetraceDrafter(config).eval()
+        copied.load_state_dict(drafter.state_dict())
+        return copied
+
+    options = {"cache_implementation": "static", "return_dict_in_generate": True, "output_attentions": True}
+    expected = plain(target, prompt, 20, **options)
+    text = torch.cat([expected.sequences, prompt_of(7, seed=9)], dim=1)
+    second = plain(target, text, 10)
+    rounds = {}
+    for change in (lambda drafter: drafter, copied):
+        for kind, drafter in fixtures.drafters(target, expected.sequences, change=change):
+            assert isinstance(drafter, retrace_hf.RetraceDrafter) == (change is not copied)
+            with record_acceptance() as ours, theirs.record_acceptance() as counted:
+                out = plain(target, prompt, 20, assistant_model=drafter, **options)
+            assert torch.equal(out.sequences, expected.sequences), kind
+            torch.testing.assert_close(out.attentions, expected.attentions, rtol=1e-4, atol=1e-5)
+            assert ours.accepted_per_round == counted.accepted_per_round and ours.calls == 1
+            assert rounds.setdefault(kind, ours.accepted_per_round) == ours.accepted_per_round
+            # A context that the other copy's drafter has left on the cache.
+            cache = DynamicCache(config=target.config)
+            one = randomize(tiny_drafter(target))
+            plain(target, prompt, 20, assistant_model=copied(one) if change is not copied else one, cache=cache)
+            again = change(randomize(tiny_drafter(target)))
+            assert torch.equal(plain(target, text, 10, assistant_model=again, cache=cache), second)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_copys_drafter_is_known_however_it_is_wrapped(copied_package, target, prompt, sequence, monkeypatch):
+    from peft import LoraConfig, get_peft_model
+
+    modeling = copied_package("package", False)
+
+    class Mine(modeling.RetraceDrafter):
+        def get_candidate_generator(self, **kwargs):
+            return super().get_candidate_generator(**kwargs)
+
+    config = modeling.RetraceConfig(**tiny_drafter(target).config.to_dict())
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    monkeypatch.setattr(RetraceCandidateGenerator, "__init__", None)
+    monkeypatch.setattr("retrace_hf.generation.check_pairing", None)
+    for drafter in (Mine(config).eval(), get_peft_model(modeling.RetraceDrafter(config), lora).eval()):
+        for options in ({}, {"speculation_type": "dflash"}):
+            with record_acceptance() as stats:
+                assert torch.equal(plain(target, prompt, assistant_model=drafter, **options), sequence)
+            assert stats.calls == 1 and stats.rounds > 0
+
+
+def test_an_assistant_of_no_copy_is_served(copied_package, target, prompt, sequence):
+    copied_package("copy", False)
+    drafter = randomize(tiny_drafter(target))
+
+    class Assistant:
+        config = drafter.config
+
+        def get_candidate_generator(self, **kwargs):
+            return drafter.get_candidate_generator(**kwargs)
+
+    with record_acceptance() as stats:
+        assert torch.equal(plain(target, prompt, assistant_model=Assistant()), sequence)
+    assert stats.calls == 1
+
+
+def test_models_and_options_are_checked_once_a_call(target, prompt, monkeypatch):
+    checked, real = [], candidate_generator.check_target
+    monkeypatch.setattr(candidate_generator, "check_target", lambda model: checked.append(passes) or real(model))
+    passes = 0
+
+    def count(*_):
+        nonlocal passes
+        passes += 1
+
+    handle = target.register_forward_pre_hook(count)
+    plain(target, prompt, 10, assistant_model=randomize(tiny_drafter(target)))
+    handle.remove()
+    assert checked == [0] and passes > 1
 
 
 def test_an_auto_model_is_a_drafter(target, prompt, sequence, tmp_path):
@@ -553,6 +654,8 @@ def test_calls_without_a_drafter_pass_untouched(target, prompt, sequence, monkey
         plain(target, prompt, 5)
         plain(target, prompt, 5, num_beams=2)
         plain(target, prompt, 5, prompt_lookup_num_tokens=3)
+        for assistant in ({}, {"assistant_model": tiny_target("llama", num_hidden_layers=1)}):
+            assert plain(target, prompt, 5, custom_generate=lambda *args, **kwargs: "own", **assistant) == "own"
         assistant = tiny_target("llama", num_hidden_layers=1)
         assert torch.equal(plain(target, prompt, assistant_model=assistant), sequence)
     assert stats == AcceptanceStats()
@@ -569,7 +672,7 @@ def test_other_modes_are_refused(target):
 
 
 def test_what_is_counted(target, prompt, sequence):
-    drafter = script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+    drafter = mixed(tiny_drafter(target), target, sequence)
     with record_acceptance() as stats:
         plain(target, prompt, 40, assistant_model=drafter)
     accepted = stats.accepted_per_round
@@ -586,7 +689,7 @@ def test_what_is_counted(target, prompt, sequence):
 def test_transformers_own_rounds_are_counted_the_same(target, prompt, sequence):
     native, ours = [], []
     for stats_of, kwargs in ((native, {"speculation_type": "dflash"}), (ours, {})):
-        drafter = script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+        drafter = mixed(tiny_drafter(target), target, sequence)
         with record_acceptance() as stats:
             assert torch.equal(plain(target, prompt, assistant_model=drafter, **kwargs), sequence)
         stats_of.extend(stats.accepted_per_round)
@@ -671,7 +774,7 @@ def test_recorders_close_after_an_exception(target, prompt):
 
 
 def test_a_streamer_can_tell_drafted_tokens_from_the_targets(target, prompt, sequence):
-    drafter = script_drafter(tiny_drafter(target), target, sequence, lambda t: MIXED[t % len(MIXED)])
+    drafter = mixed(tiny_drafter(target), target, sequence)
 
     class Watching(Recorder):
         def put(self, value):

@@ -110,8 +110,10 @@ found["package"] = "retrace_hf" in sys.modules
 del sys.meta_path[0]
 sys.path.insert(0, package)
 import retrace_hf
-seams = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
-found["wrapped once"] = all(not hasattr(getattr(GenerationMixin, s).__wrapped__, "__wrapped__") for s in seams)
+depth, seam = 0, GenerationMixin._assisted_decoding
+while hasattr(seam, "__wrapped__"):
+    depth, seam = depth + 1, seam.__wrapped__
+found["wrapped once"] = depth == len(set(GenerationMixin._retrace_hooks)) > 1
 with retrace_hf.record_acceptance() as stats:
     both = [run(assistant_model=d) for d in (drafter, retrace_hf.RetraceDrafter.from_pretrained(f"{folder}/drafter"))]
 found["beside"] = {"equal": all(both), "calls": stats.calls}

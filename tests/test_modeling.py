@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, T5Config, T5ForConditionalGeneration
 from transformers.cache_utils import DFlashCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from retrace_hf import RejectedTrajectory, RetraceConfig, RetraceDrafter
 from retrace_hf.context import check_target_layer_ids, default_target_layer_ids, gather_context_states
@@ -261,6 +262,34 @@ def test_rope_of_the_full_attention_layers_is_taken():
     }
     rope = tiny_drafter(target).config.rope_parameters
     assert rope == {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "longrope",
+            "long_factor": [4.0, 3.0, 2.0, 2.0],
+            "short_factor": [1.0, 1.0, 1.0, 2.0],
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotation_is_qwen3s_and_keeps_nothing_of_a_longer_text(target, rope):
+    drafter = tiny_drafter(target, rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=64)
+    rotary, x = drafter.rotary_emb, torch.ones(1, 3, 32)
+    before = {name: id(value) for name, value in [*vars(rotary).items(), *rotary._buffers.items()]}
+    values = [buffer.clone() for buffer in rotary.buffers()]
+    for position in (10, 100, 70, 20):  # what Qwen3's makes of 70 depends on the 100 before it
+        positions = torch.arange(position, position + 3)[None]
+        for mine, its in zip(rotary(x, positions), Qwen3RotaryEmbedding(drafter.config)(x, positions)):
+            assert_close(mine, its, rtol=1e-4, atol=1e-4)
+    assert before == {name: id(value) for name, value in [*vars(rotary).items(), *rotary._buffers.items()]}
+    assert all(torch.equal(*pair) for pair in zip(rotary.buffers(), values, strict=True))
 
 
 @pytest.mark.parametrize(

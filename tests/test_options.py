@@ -10,11 +10,10 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-from .fixtures import tiny_target
+from .fixtures import KINDS, tiny_target
 from .option_table import (
     ARGUMENT_ROWS,
     CONFIG_ROWS,
-    DRAFTERS,
     INPUT_ROWS,
     ROWS,
     Bench,
@@ -44,11 +43,11 @@ def check(benches, family, row, kind):
 
 
 # A random drafter accepts as little as one that is always wrong.
-KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind == "real" else kind for kind in DRAFTERS]
+QUICK_KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind == "real" else kind for kind in KINDS]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUICK_KINDS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_an_option_is_served_as_plain_or_refused(benches, row, kind, deprecations_allowed):
     check(benches, "qwen3", row, kind)
@@ -60,7 +59,7 @@ def on_other_families() -> list[tuple]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("family", "row"), on_other_families(), ids=str)
 def test_an_option_is_served_on_other_families(benches, family, row, kind, deprecations_allowed):
     check(benches, family, row, kind)

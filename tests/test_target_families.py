@@ -1,5 +1,6 @@
 """Every kind of target is either served, with plain's text, or refused by name before it has run."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from torch import nn
 from torch.testing import assert_close
+from transformers import DynamicCache
 
 from retrace_hf import RetraceDrafter, RetraceTrainer, RetraceTrainingArguments, record_acceptance
 from retrace_hf.candidate_generator import check_head, draft_logits
@@ -17,7 +19,8 @@ from retrace_hf.training.losses import SeenTokens
 from .fixtures import (
     BLOCK_SIZE,
     MASK_TOKEN_ID,
-    always_wrong,
+    THREE_KINDS,
+    drafters,
     oracle,
     plain,
     prompt_of,
@@ -31,12 +34,6 @@ from .target_table import ALIBI, CHUNKED, FAMILIES, IMAGE, LEARNED, SLIDING, VOC
 SERVED = [name for name, row in FAMILIES.items() if not row.refused]
 REFUSED = [name for name, row in FAMILIES.items() if row.refused]
 NEW_TOKENS = 1 + 2 * BLOCK_SIZE
-
-
-def drafters(target, sequence):
-    yield "real", randomize(tiny_drafter(target))
-    yield "oracle", oracle(tiny_drafter(target), target, sequence)
-    yield "wrong", always_wrong(tiny_drafter(target), target, sequence)
 
 
 def check_equal(target, prompt, drafters_of=drafters, new_tokens=NEW_TOKENS, **kwargs):
@@ -67,8 +64,7 @@ def test_text_and_tau(name, tmp_path):
 
     def kinds(target, sequence):
         yield "real", drafter
-        yield "oracle", oracle(tiny_drafter(target), target, sequence)
-        yield "wrong", always_wrong(tiny_drafter(target), target, sequence)
+        yield from drafters(target, sequence, THREE_KINDS[1:])
 
     for length in prompts_of(name):
         sequence = check_equal(target, prompt_of(length), kinds)
@@ -164,6 +160,49 @@ def test_left_padding(name):
         assert torch.equal(out, sequence), kind
         if kind == "oracle" and name != "bloom":
             assert stats.acceptance_length == BLOCK_SIZE
+
+
+ROPES = {
+    "dynamic": {"factor": 4.0},
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 40,
+    },
+}
+
+
+def growing_target(kind):
+    """A target whose rotary frequencies change above 40 tokens."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
+    return tiny_target("llama", rope_parameters=rope, max_position_embeddings=40 if kind == "dynamic" else 160)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_frequencies_that_change_with_the_length(kind):
+    """A block is served where all of its tokens have the same ones, and refused where they would not."""
+    target, ran = growing_target(kind), []
+    check_equal(target, prompt_of(40 - NEW_TOKENS))
+    drafter, cache = randomize(tiny_drafter(target)), DynamicCache(config=target.config)
+    first = plain(target, prompt_of(20), 20, cache=cache)
+    text = torch.cat([first, prompt_of(7, seed=9)], dim=1)
+    handle = target.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(ValueError, match=f"{kind}' changes .* above 40 tokens.* to 41: .*tokens to 20 at most"):
+        plain(target, prompt_of(20), 21, assistant_model=drafter)
+    with pytest.raises(ValueError, match=f"{kind}' changes .* above 40 tokens.*generate without assistant_model"):
+        plain(target, text, 10, assistant_model=drafter, cache=cache)
+    padded, mask = torch.cat([torch.zeros(1, 9, dtype=torch.long), prompt_of(20)], dim=1), torch.ones(1, 29)
+    mask[:, :9] = 0
+    with pytest.raises(ValueError, match="max_new_tokens to 20 at most"):
+        plain(target, padded, 21, assistant_model=drafter, attention_mask=mask.long())
+    assert not ran
+    handle.remove()
+    if kind == "longrope":  # above the change it is as any other
+        check_equal(target, prompt_of(47))
+    else:
+        with pytest.raises(ValueError, match=f"{kind}' changes"):
+            plain(target, text, 10, assistant_model=drafter)
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
@@ -393,12 +432,7 @@ def test_prompts_with_an_image(name):
             fill = int(key == "attention_mask")
             of_whole[key] = nn.functional.pad(inputs[key], (0, NEW_TOKENS), value=fill)
 
-    def kinds(target, sequence):
-        yield "real", randomize(tiny_drafter(target))
-        yield "oracle", oracle(tiny_drafter(target), target, sequence, **of_whole)
-        yield "wrong", always_wrong(tiny_drafter(target), target, sequence, **of_whole)
-
-    assert torch.equal(check_equal(target, ids, kinds, **inputs), sequence)
+    assert torch.equal(check_equal(target, ids, functools.partial(drafters, **of_whole), **inputs), sequence)
 
 
 # -- the table -------------------------------------------------------------------------------------------------------

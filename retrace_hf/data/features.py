@@ -19,6 +19,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 from ..context import captured_layers, check_target_layer_ids, gather_context_states
+from ..files import written_whole
 
 
 DATA_NAME = "features.bin"
@@ -244,12 +245,11 @@ class _Build:
         finally:
             self.target.train(was_training)
         array.flush()
-        index_temporary = self.path / f"{INDEX_NAME}.part"
-        index_temporary.write_text(json.dumps(self.index), encoding="utf-8")
-        # The index goes away first and comes back last: features without their own index are never opened.
-        (self.path / INDEX_NAME).unlink(missing_ok=True)
-        os.replace(self.partial, self.path / DATA_NAME)
-        os.replace(index_temporary, self.path / INDEX_NAME)
+        with written_whole(self.path / INDEX_NAME) as temporary:
+            temporary.write_text(json.dumps(self.index), encoding="utf-8")
+            # The index goes away first and comes back last: features without their own index are never opened.
+            (self.path / INDEX_NAME).unlink(missing_ok=True)
+            os.replace(self.partial, self.path / DATA_NAME)
         self._remove_partial()
 
     def _fill(self, array: np.memmap, done: int, progress: bool):

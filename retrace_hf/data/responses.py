@@ -12,7 +12,6 @@ list[int], "answers": [[start, end], ...]}`: the target's greedy tokens stand fr
 import hashlib
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from ..files import write_text, written_whole
 from .prompts import open_text, read_jsonl, render_prompt, require
 
 
@@ -99,20 +99,13 @@ def write_responses(rows: Iterable[dict], path: str | Path) -> int:
     Raises:
         `ValueError`: a row is not in the format.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix stays last, so that open_text sees whether to compress.
-    temporary = path.with_name(f".{os.getpid()}.tmp.{path.name}")
     written = 0
-    try:
-        with open_text(temporary, "w") as file:
-            for row in rows:
-                check_response(row, f"row {written} for {path}")
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                written += 1
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    # The suffix is the path's, so that open_text sees whether to compress.
+    with written_whole(path) as temporary, open_text(temporary, "w") as file:
+        for row in rows:
+            check_response(row, f"row {written} for {path}")
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            written += 1
     return written
 
 
@@ -224,10 +217,7 @@ def claim_folder(path: Path, settings: dict):
                 "folder, or delete this one."
             )
         return
-    path.mkdir(parents=True, exist_ok=True)
-    temporary = note.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(wanted, encoding="utf-8")
-    os.replace(temporary, note)
+    write_text(note, wanted)
 
 
 def _cuda_devices(target) -> list[int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import __version__
+from ..files import write_text
 from ..generation import AcceptanceStats
 
 
@@ -115,9 +116,7 @@ def _git_revision() -> str | None:
 
 def write_results(path: str | os.PathLike, results: Mapping) -> None:
     """Writes results.json whole or not at all."""
-    temporary = Path(f"{path}.part")
-    temporary.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(rounded(results), indent=2) + "\n")
 
 
 def rounded(value):

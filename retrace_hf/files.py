@@ -1,0 +1,42 @@
+"""Files that are whole whenever they are there."""
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def written_whole(path: str | os.PathLike) -> Iterator[Path]:
+    """
+    A file to write in place of `path`: it takes its name at the end of the block, and goes where the block fails.
+
+    ```python
+    with written_whole("results.json") as temporary:
+        temporary.write_text(text)
+    ```
+
+    Args:
+        path (`str` or `os.PathLike`): The file, replaced if it is there; its folder is made.
+
+    Yields:
+        `Path`: a name of its own in the same folder, hidden, with the same suffix.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex[:8]}.tmp.{path.name}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes a UTF-8 text file, whole or not at all."""
+    with written_whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+__all__ = ["write_text", "written_whole"]
