@@ -71,7 +71,8 @@ def test_labels_against_a_loop():
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3), (False, 1)])
 def test_mask_against_a_loop(causal, window):
     blocks, length, size = at(3, 4, 9), 12, 4
-    mask = rollout.attention_mask(blocks, length, size, causal, window)[0, 0]
+    rule = rollout.visibility(blocks, length, size, causal, window)
+    mask = rollout.dense_mask(rule, 1, 3 * size, length + 3 * size, blocks.anchors.device)[0, 0]
     assert mask.shape == (3 * size, length + 3 * size)
     for n in range(3):
         for slot in range(size):
@@ -283,9 +284,9 @@ BREAKS = {
     "position offset": ("block_positions", lambda real: lambda anchors, size: real(anchors + 1, size)),
     "context mask": (
         "visible_context",
-        lambda real: lambda blocks, *args: real(Blocks(blocks.anchors + 1, blocks.valid), *args),
+        lambda real: lambda anchors, *args: real(anchors + 1, *args),
     ),
-    "block mask": ("visible_block", lambda real: lambda n, size, causal, device: real(n, size, not causal, device)),
+    "block mask": ("visible_block", lambda real: lambda *args: real(*args[:-1], not args[-1])),
     "alignment": (
         "align_trajectory",
         lambda real: lambda *args, first_rejected, **kwargs: real(*args, first_rejected=first_rejected + 1, **kwargs),
