@@ -119,10 +119,11 @@ def test_attention_implementations_draft_and_verify_alike(monkeypatch):
         target = tiny_target(head_dim=16)
         drafter = randomize(tiny_drafter(target))
         ids, _ = text_of(target)
+        blocks, room = at(12, 20, 33), 3 * BLOCK_SIZE
+        # By SDPA each time: here upstream would compile a mask of its own.
+        clean = rollout.read_clean_text(target, ids, drafter.config.target_layer_ids, room)
         for model in (target, drafter):
             model.set_attn_implementation(implementation)
-        blocks, room = at(12, 20, 33), 3 * BLOCK_SIZE
-        clean = rollout.read_clean_text(target, ids, drafter.config.target_layer_ids, room)
         states = rollout.draft_blocks(drafter, target.get_input_embeddings(), ids, clean.features, blocks)
         drafted = torch.arange(3 * (BLOCK_SIZE - 1)).view(1, 3, -1)
         results.append((states, rollout.verify_blocks(target, clean.cache, ids, drafted, blocks)))

@@ -298,6 +298,26 @@ def test_accumulation_changes_nothing(target, tmp_path):
         assert_close(states[0][name], states[1][name], rtol=1e-4, atol=2e-5)
 
 
+def test_anchors_do_not_depend_on_the_number_of_processes(target, tmp_path, monkeypatch):
+    """Two batches of four in one process, or four of two that two processes take in turn: each row has its own."""
+    rows, collate, device = rows_of(target, count=8, new_tokens=20), RetraceDataCollator(), torch.device("cpu")
+
+    def anchors(size, parts):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2, "num_anchors": 4}
+        trainer = make_trainer(tiny_drafter(target), target, tmp_path, rows, **options)
+        trainer.state.global_step = 3
+        batches, _ = trainer.get_batch_samples(iter([collate(rows[part]) for part in parts]), 2, device)
+        return [batch["anchors"] for batch in batches]
+
+    whole = torch.cat(anchors(4, (slice(0, 4), slice(4, 8))))
+    monkeypatch.setattr(RetraceTrainingArguments, "world_size", 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(RetraceTrainingArguments, "process_index", rank)
+        parts = [slice(start + 2 * rank, start + 2 * rank + 2) for start in (0, 4)]
+        for part, found in zip(parts, anchors(2, parts)):
+            assert torch.equal(found, whole[part])
+
+
 def test_cached_features_equal_online_ones(target, tmp_path):
     rows, taps = rows_of(target), tiny_drafter(target).config.target_layer_ids
     features = [
