@@ -411,7 +411,7 @@ def test_a_full_disk_leaves_nothing_half(tmp_path, target, dataset, monkeypatch,
         monkeypatch.setattr(features_module.os, "posix_fallocate", full)
     else:
         monkeypatch.setattr(features_module.json, "dumps", full)
-    message = "No space left" if moment == "index" else "features need .* GiB .* No space left .* another disk"
+    message = "No space left" if moment == "index" else "features need .* GiB .*No space left .* another disk"
     key = features_key(target, dataset, TAPS) if moment != "index" else "k" * 64
     monkeypatch.setattr(features_module, "features_key", lambda *args: key)
     with pytest.raises(OSError, match=message):
