@@ -10,26 +10,34 @@ Stage 2, ReTrace, from it (the target runs beside the drafter):
     python examples/train_retrace.py --init_from runs/stage1 --conditioning corrected --num_carried_rounds 2 \
         --responses examples/data/responses_0.jsonl.gz --output_dir runs/corrected
 
-The SFT control is stage 2 with `--conditioning none`: the same blocks, without the signal. A run that was stopped goes
-on with the same command.
+The SFT control is stage 2 with `--conditioning none`: the same blocks, without the signal.
+
+Held-out prompts are drafted while it trains, with the best checkpoint kept and an end when tau rises no more, by
+
+    --eval_prompts examples/data/eval_prompts.jsonl --eval_strategy steps --eval_steps 100 --save_steps 100 \\
+        --metric_for_best_model eval_tau --load_best_model_at_end True --early_stopping_patience 3
+
+A run that was stopped goes on with the same command. Ctrl-C finishes and saves the step.
 """
 
 import json
-import re
+import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from transformers import HfArgumentParser, set_seed
+from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 
 from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
 from retrace_hf.data.features import TargetFeatures, features_key
+from retrace_hf.data.prompts import read_eval_prompts
 from retrace_hf.data.tokenize import tokenize_responses
 from retrace_hf.evaluation import write_results
 from retrace_hf.evaluation.results import command_line, file_hash, rounded
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
+from retrace_hf.training import last_whole_checkpoint, saving_on_interrupt
 
 
 MASK_TOKEN = "<empty_output>"  # an unused special token of SmolLM2
@@ -42,7 +50,7 @@ NOTED = (
 
 NOTED_OF_SCRIPT = (
     *("target", "target_dtype", "conditioning", "num_draft_layers", "block_size", "target_layer_ids"),
-    *("init_from_target", "mask_token", "max_length", "limit"),
+    *("init_from_target", "mask_token", "max_length", "limit", "early_stopping_patience"),
 )
 
 
@@ -82,6 +90,12 @@ class ScriptArguments:
     )
     max_length: int = field(default=1024, metadata={"help": "Tokens kept of a row."})
     limit: int | None = field(default=None, metadata={"help": "Rows read at most."})
+    eval_prompts: str | None = field(
+        default=None, metadata={"help": "File of held-out prompts that every evaluation drafts; it logs eval_tau."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "Evaluations without a better --metric_for_best_model after which to stop."}
+    )
 
 
 def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
@@ -106,21 +120,11 @@ def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
     )
 
 
-def last_whole_checkpoint(folder: str) -> str | None:
-    """The newest checkpoint to go on from. One that a kill cut short is passed over: its state is written last."""
-    numbered = {int(m[1]): p for p in Path(folder).glob("checkpoint-*") if (m := re.search(r"-(\d+)$", p.name))}
-    for _, path in sorted(numbered.items(), reverse=True):
-        try:
-            json.loads((path / "trainer_state.json").read_text())
-        except (OSError, ValueError):
-            continue
-        return str(path)
-    return None
-
-
-def is_last(checkpoint: str) -> bool:
-    state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
-    return state["global_step"] >= state["max_steps"]
+def read_held_out(path: str | None) -> list[dict] | None:
+    """First turns of evaluation prompts, with their kind."""
+    if path is None:
+        return None
+    return [{"prompt": row["turns"][0], "source": row["source"]} for row in read_eval_prompts(path)]
 
 
 def weights_of(init_from: str | None) -> str | None:
@@ -188,6 +192,8 @@ def main():
         args=args,
         train_dataset=dataset,
         data_collator=RetraceDataCollator(pad_token_id=tokenizer.pad_token_id or 0, features=features),
+        eval_prompts=read_held_out(script.eval_prompts),
+        callbacks=[EarlyStoppingCallback(script.early_stopping_patience)] if script.early_stopping_patience else None,
         processing_class=tokenizer,
     )
 
@@ -199,14 +205,17 @@ def main():
             write_results(folder / "training.json", note)
 
     keep_note(finished=False)
-    if checkpoint is not None and is_last(checkpoint):
-        # Killed after its last step; Trainer would train one more.
-        drafter.load_state_dict(RetraceDrafter.from_pretrained(checkpoint).state_dict())
-    else:
-        print(json.dumps(trainer.train(resume_from_checkpoint=checkpoint).metrics))
-        trainer.save_state()
+    with saving_on_interrupt(trainer) as interrupt:
+        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    if interrupt.asked and trainer.state.global_step < trainer.state.max_steps:
+        print(f"Stopped and saved at step {trainer.state.global_step}; the same command goes on.", file=sys.stderr)
+        sys.exit(130)
+    print(json.dumps(metrics))
+    trainer.save_state()
     trainer.save_model()
     keep_note(finished=True)
+    if args.push_to_hub:
+        trainer.push_to_hub()  # save_model has pushed; now the note says that the run has ended
 
 
 if __name__ == "__main__":

@@ -243,7 +243,8 @@ class RetraceDrafter(RetracePreTrainedModel):
                 Positions of context and block. By default they follow what is cached.
             attention_mask (`torch.Tensor`, *optional*):
                 2-D over cached, context and block positions (1: attend), or 4-D `[b, 1, Q, cached + n + Q]` as the
-                attention implementation takes it (bool for SDPA). By default all is seen.
+                attention implementation takes it (bool for SDPA, a `BlockMask` for flex_attention). By default all is
+                seen.
             cache (`DFlashCache`, *optional*):
                 Context K/V; context and block are appended, the caller crops the block.
             trajectory ([`RejectedTrajectory`], *optional*):
@@ -259,11 +260,14 @@ class RetraceDrafter(RetracePreTrainedModel):
             seen = cache.get_seq_length() if cache is not None else 0
             length = context.shape[1] + noise_embeds.shape[1]
             position_ids = torch.arange(seen, seen + length, device=noise_embeds.device)[None]
-        if attention_mask is None or attention_mask.ndim == 2:
+        if attention_mask is None or len(attention_mask.shape) == 2:
             attention_mask = self._within_window(attention_mask, noise_embeds, context, cache)
         mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=noise_embeds, attention_mask=attention_mask, cache=cache
         )
+        if self.gradient_checkpointing and self.training and not context.requires_grad:
+            # A reentrant checkpoint gives its layer no gradients unless an input has one (fc and hidden_norm frozen).
+            context = context.detach().requires_grad_(torch.is_grad_enabled())
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
             hidden_states = layer(

@@ -44,6 +44,14 @@ CONTRACTS = {
     "_from_pipeline": "test_pipelines",
     "_upload_modified_files": "test_pushing_to_the_hub",
     "_prepare_inputs": "test_trainer",
+    "_run_epoch": "test_trainer",
+    "_save_checkpoint": "test_trainer",
+    "_push_from_checkpoint": "test_trainer",
+    "_get_output_dir": "test_trainer",
+    "_track_num_input_tokens": "test_trainer",
+    "_set_signature_columns_if_needed": "test_trainer",
+    # accelerate's
+    "_original_forward": "test_forward_under_mixed_precision",
     # torch's
     "_forward_hooks": "test_module_hooks",
     "_forward_pre_hooks": "test_module_hooks",
@@ -667,6 +675,13 @@ def test_trainer():
         "create_optimizer": ["self", "model"],
         "get_decay_parameter_names": ["self", "model"],
         "_prepare_inputs": ["self", "inputs"],
+        "evaluate": ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"],
+        "call_model_init": ["self", "trial"],
+        "_save_checkpoint": ["self", "model", "trial"],
+        "_push_from_checkpoint": ["self", "checkpoint_folder"],
+        "_get_output_dir": ["self", "trial"],
+        "_track_num_input_tokens": ["self", "inputs"],
+        "_set_signature_columns_if_needed": ["self"],
     }
     for name, expected in overridden.items():
         found = parameters(getattr(Trainer, name))
@@ -676,5 +691,22 @@ def test_trainer():
         "Trainer.evaluation_loop changed", f"{stands}.evaluation_loop()"
     )
     source = inspect.getsource(Trainer)
-    for name in ("loss_is_scaled_for_ga", "model_accepts_loss_kwargs"):
+    for name in ("loss_is_scaled_for_ga", "model_accepts_loss_kwargs", "_signature_columns", "_run_epoch("):
         assert f"self.{name}" in source, moved(f"Trainer does not look at {name}", f"{stands}.__init__()")
+    # The checkpoint's state comes last: it says that the rest is whole.
+    save = inspect.getsource(Trainer._save_checkpoint)
+    order = [save.index(part) for part in ("save_model", "_save_rng_state", "TRAINER_STATE_NAME", "push_to_hub")]
+    assert order == sorted(order), moved(
+        "Trainer._save_checkpoint writes in another order", f"{stands}, checkpoints.py"
+    )
+
+
+def test_forward_under_mixed_precision():
+    from accelerate import Accelerator
+
+    model = torch.nn.Linear(2, 2)
+    Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    assert vars(model)["_original_forward"].__func__ is torch.nn.Linear.forward and "forward" in vars(model), moved(
+        "accelerate does not keep the forward that it wraps as _original_forward",
+        "training/trainer.py RetraceTrainer._as_it_is_saved()",
+    )

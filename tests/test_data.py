@@ -1,10 +1,16 @@
 """Prompts, responses, token rows, batches, features."""
 
+import errno
+import functools
 import gzip
 import json
 import pickle
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -375,6 +381,78 @@ def test_damaged_features_are_found_and_rebuilt(tmp_path, target, dataset):
         TargetFeatures.open(tmp_path, key)
     with pytest.raises(FileNotFoundError, match="no finished features"):
         TargetFeatures.open(tmp_path / "nowhere", key)
+
+
+def test_a_changed_byte_is_found_and_rebuilt(tmp_path, target, dataset, caplog):
+    TargetFeatures.build(target, dataset, TAPS, tmp_path, progress=False)
+    whole, key = (tmp_path / "features.bin").read_bytes(), features_key(target, dataset, TAPS)
+    changed = bytearray(whole)
+    changed[len(changed) // 2] ^= 1
+    (tmp_path / "features.bin").write_bytes(changed)
+    with pytest.raises(ValueError, match="Row 4 of .* is damaged"):
+        TargetFeatures.open(tmp_path, key)
+    TargetFeatures.build_or_open(target, dataset, TAPS, tmp_path, progress=False)
+    assert (tmp_path / "features.bin").read_bytes() == whole and "computed anew. Row 4" in caplog.text
+    # Features of before there were checksums open as they are.
+    index = json.loads((tmp_path / "index.json").read_text())
+    del index["crc32"]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    assert len(TargetFeatures.open(tmp_path, key)) == len(dataset)
+
+
+@pytest.mark.parametrize("moment", ["before", "allocating", "index"])
+def test_a_full_disk_leaves_nothing_half(tmp_path, target, dataset, monkeypatch, moment):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if moment == "before":
+        monkeypatch.setattr(features_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    elif moment == "allocating":
+        monkeypatch.setattr(features_module.os, "posix_fallocate", full)
+    else:
+        monkeypatch.setattr(features_module.json, "dumps", full)
+    message = "No space left" if moment == "index" else "features need .* GiB .*No space left .* another disk"
+    key = features_key(target, dataset, TAPS) if moment != "index" else "k" * 64
+    monkeypatch.setattr(features_module, "features_key", lambda *args: key)
+    with pytest.raises(OSError, match=message):
+        TargetFeatures.build_or_open(target, dataset, TAPS, tmp_path, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    monkeypatch.undo()
+    assert len(TargetFeatures.build_or_open(target, dataset, TAPS, tmp_path, progress=False)) == len(dataset)
+
+
+def test_the_file_has_no_holes_while_it_is_filled(tmp_path, target, dataset, monkeypatch):
+    """A page that is written through a memory map where the disk has no block for it kills the process."""
+    real, seen = features_module._run_target, []
+
+    def look(*args):
+        file = next(tmp_path.glob("features.bin.*.part")).stat()
+        seen.append(file.st_blocks * 512 >= file.st_size > 0)
+        return real(*args)
+
+    monkeypatch.setattr(features_module, "_run_target", look)
+    TargetFeatures.build(target, dataset, TAPS, tmp_path, progress=False)
+    assert seen and all(seen)
+
+
+def test_of_two_that_build_at_once_one_builds(tmp_path, target, dataset, monkeypatch):
+    real, running = features_module._run_target, []
+
+    def slow(*args):
+        assert not running
+        running.append(1)
+        time.sleep(0.2)
+        calls.append(threading.get_ident())
+        running.pop()
+        return real(*args)
+
+    calls = []
+    monkeypatch.setattr(features_module, "_run_target", slow)
+    with ThreadPoolExecutor(2) as pool:
+        build = functools.partial(TargetFeatures.build_or_open, target, dataset, TAPS, tmp_path, progress=False)
+        features = [future.result() for future in [pool.submit(build) for _ in range(2)]]
+    assert len(calls) == 1
+    assert all((features[0][row] == features[1][row]).all() for row in range(len(dataset)))
 
 
 def test_interrupted_build_goes_on_where_it_stopped(tmp_path, target, dataset, monkeypatch):

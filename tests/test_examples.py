@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -31,13 +32,13 @@ class Run:
         finally:
             sys.argv = argv
 
-    def fails(self, name, *arguments, message):
-        """With one line on stderr and exit status 1 or 2."""
+    def fails(self, name, *arguments, message, code=None):
+        """With one line on stderr and exit status `code`, 1 or 2 by default."""
         stderr = io.StringIO()
         with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as exit:
             self(name, *arguments)
         last = stderr.getvalue().strip().splitlines()[-1]
-        assert exit.value.code in (1, 2) and re.search(message, last), last
+        assert exit.value.code in ((1, 2) if code is None else (code,)) and re.search(message, last), last
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,43 @@ def test_training_goes_on_behind_a_checkpoint_that_was_cut_short(folder, run, tm
     whole = RetraceDrafter.from_pretrained(folder / "corrected").state_dict()
     for name, weight in RetraceDrafter.from_pretrained(tmp_path).state_dict().items():
         assert weight.equal(whole[name]), name
+
+
+def test_ctrl_c_while_training_with_held_out_prompts(folder, run, tmp_path, monkeypatch):
+    """Stopped in its second step it ends with status 130; the same command goes on, to the weights of a run that was
+    neither stopped nor evaluated."""
+    folder, common = folder
+    after = ["--init_from", folder / "stage1", "--block_size", 8, "--num_carried_rounds", 2, "--output_dir", tmp_path]
+    after += [
+        "--eval_prompts",
+        EXAMPLES / "data" / "eval_prompts.jsonl",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        2,
+    ]
+    after += ["--eval_max_prompts", 2, "--eval_max_new_tokens", 6, "--metric_for_best_model", "eval_tau"]
+    after += ["--early_stopping_patience", 5]
+    real = RetraceTrainer.training_step
+
+    def press(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(RetraceTrainer, "training_step", press)
+    run.fails(
+        "train_retrace.py", *common, *after, message="Stopped and saved at step 2; the same command goes on", code=130
+    )
+    monkeypatch.undo()
+    run("train_retrace.py", *common, *after)
+    whole = RetraceDrafter.from_pretrained(folder / "corrected").state_dict()
+    for name, weight in RetraceDrafter.from_pretrained(tmp_path).state_dict().items():
+        assert weight.equal(whole[name]), name
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    taus = [entry for entry in history if "eval_tau" in entry]
+    assert [entry["step"] for entry in taus] == [2, 4] and all(entry["eval_tau"] >= 1 for entry in taus)
+    assert len([name for name in taus[0] if name.startswith("eval_tau_")]) == 2
 
 
 def test_training_refuses_to_mix_two_runs_and_an_unknown_mask_token(folder, run, tmp_path):

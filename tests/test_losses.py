@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from retrace_hf.measure import PeakMemory
 from retrace_hf.training.losses import chunked_loss, decay_weights, default_gamma, dpace_weights
 
 
@@ -50,6 +51,23 @@ def test_chunked_without_gradient_and_without_rows():
     losses, _, predictions = chunked_loss(empty, torch.zeros(0, dtype=torch.long), head, 2)
     losses.sum().backward()
     assert losses.shape == predictions.shape == (0,)
+
+
+@pytest.mark.parametrize("soft_share", [0.0, 0.4])
+def test_memory_grows_with_the_chunk_and_not_with_the_rows(soft_share):
+    """No pass keeps more than a chunk's logits: in a large vocabulary four times the rows cost next to nothing."""
+    head = torch.nn.Linear(8, 20_000, bias=False).requires_grad_(False)
+
+    def peak(rows, chunk_size):
+        states, labels = torch.randn(rows, 8, requires_grad=True), torch.zeros(rows, dtype=torch.long)
+        with PeakMemory() as memory:
+            losses = chunked_loss(states, labels, head, chunk_size, states.detach(), soft_share).loss
+            losses.sum().backward()
+        return memory.peak
+
+    logits = 32 * 20_000 * 4  # bytes of one chunk
+    assert peak(256, 32) < 1.05 * peak(64, 32) and logits < peak(256, 32) < 8 * logits
+    assert peak(64, 64) > 1.8 * peak(64, 32)
 
 
 def test_decay_against_the_formula():

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 from torch.testing import assert_close
+from transformers.integrations import flex_attention
 
 from retrace_hf import RejectedTrajectory
 from retrace_hf.noise import block_tokens
@@ -71,7 +73,8 @@ def test_labels_against_a_loop():
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3), (False, 1)])
 def test_mask_against_a_loop(causal, window):
     blocks, length, size = at(3, 4, 9), 12, 4
-    mask = rollout.attention_mask(blocks, length, size, causal, window)[0, 0]
+    rule = rollout.visibility(blocks, length, size, causal, window)
+    mask = rollout.dense_mask(rule, 1, 3 * size, length + 3 * size, blocks.anchors.device)[0, 0]
     assert mask.shape == (3 * size, length + 3 * size)
     for n in range(3):
         for slot in range(size):
@@ -83,6 +86,72 @@ def test_mask_against_a_loop(causal, window):
                     block, other = divmod(key - length, size)
                     expected = block == n and (not causal or other <= slot)
                 assert bool(mask[n * size + slot, key]) == expected
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3)])
+def test_the_block_mask_holds_the_same_rule(causal, window):
+    """flex_attention's mask, entry by entry, and the blocks that it may skip."""
+    blocks = Blocks(torch.tensor([[3, 40, 130], [7, 9, 200]]), torch.ones(2, 3, dtype=torch.bool))
+    rule, shape = (
+        rollout.visibility(blocks, 210, BLOCK_SIZE, causal, window),
+        (2, 3 * BLOCK_SIZE, 210 + 3 * BLOCK_SIZE),
+    )
+    drafter = tiny_drafter(tiny_target())
+    drafter.config._attn_implementation = "flex_attention"
+    mask = rollout.attention_mask(drafter, rule, *shape, torch.device("cpu"))
+    dense = rollout.dense_mask(rule, *shape, torch.device("cpu"))
+    assert torch.equal(create_mask(mask.mask_mod, 2, None, *shape[1:], device="cpu"), dense)
+    skipped = ~mask.to_dense().bool().repeat_interleave(128, -1)[..., : shape[2]]
+    assert not (dense & skipped).any()
+
+
+@torch.no_grad()
+def test_attention_implementations_draft_and_verify_alike(monkeypatch):
+    """SDPA, eager, and flex_attention without the compiler that it has for speed; a CPU has no gradients of it."""
+
+    def uncompiled(*args, training, **kwargs):
+        return flex_attention.flex_attention(*args, **kwargs)
+
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", uncompiled)
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    results = []
+    for implementation in ("sdpa", "eager", "flex_attention"):
+        target = tiny_target(head_dim=16)
+        drafter = randomize(tiny_drafter(target))
+        ids, _ = text_of(target)
+        blocks, room = at(12, 20, 33), 3 * BLOCK_SIZE
+        # By SDPA each time: here upstream would compile a mask of its own.
+        clean = rollout.read_clean_text(target, ids, drafter.config.target_layer_ids, room)
+        for model in (target, drafter):
+            model.set_attn_implementation(implementation)
+        states = rollout.draft_blocks(drafter, target.get_input_embeddings(), ids, clean.features, blocks)
+        drafted = torch.arange(3 * (BLOCK_SIZE - 1)).view(1, 3, -1)
+        results.append((states, rollout.verify_blocks(target, clean.cache, ids, drafted, blocks)))
+    for other in results[1:]:
+        assert all(relative(found, expected) < 1e-5 for found, expected in zip(other, results[0]))
+
+
+@pytest.mark.gpu
+def test_flex_attention_trains_as_sdpa_does():
+    gradients = []
+    for implementation in ("sdpa", "flex_attention"):
+        target = tiny_target(head_dim=16).cuda()
+        drafter = randomize(tiny_drafter(target)).train()
+        drafter.set_attn_implementation(implementation)
+        ids = text_of(tiny_target(head_dim=16))[0].cuda()
+        blocks = Blocks(*(t.cuda() for t in at(12, 20, 33)))
+        clean = rollout.read_clean_text(target, ids, drafter.config.target_layer_ids)
+        states = rollout.draft_blocks(drafter, target.get_input_embeddings(), ids, clean.features, blocks)
+        states.square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None]))
+    assert relative(gradients[1], gradients[0]) < 1e-5
+
+
+def test_attention_without_masks_is_refused():
+    target = tiny_target()
+    target.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2' .* takes no mask"):
+        rollout.attention_mask(target, lambda *index: None, 1, 1, 1, torch.device("cpu"))
 
 
 def test_shift_goes_behind_the_correction_and_drops_what_has_no_label():
@@ -283,9 +352,9 @@ BREAKS = {
     "position offset": ("block_positions", lambda real: lambda anchors, size: real(anchors + 1, size)),
     "context mask": (
         "visible_context",
-        lambda real: lambda blocks, *args: real(Blocks(blocks.anchors + 1, blocks.valid), *args),
+        lambda real: lambda anchors, *args: real(anchors + 1, *args),
     ),
-    "block mask": ("visible_block", lambda real: lambda n, size, causal, device: real(n, size, not causal, device)),
+    "block mask": ("visible_block", lambda real: lambda *args: real(*args[:-1], not args[-1])),
     "alignment": (
         "align_trajectory",
         lambda real: lambda *args, first_rejected, **kwargs: real(*args, first_rejected=first_rejected + 1, **kwargs),

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from transformers import TrainerCallback
 
 from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments, record_acceptance
+from retrace_hf.data.features import TargetFeatures
 from retrace_hf.training import rollout
 from retrace_hf.training import trainer as trainer_module
 from retrace_hf.trajectory import align_trajectory
@@ -297,6 +298,26 @@ def test_accumulation_changes_nothing(target, tmp_path):
         assert_close(states[0][name], states[1][name], rtol=1e-4, atol=2e-5)
 
 
+def test_anchors_do_not_depend_on_the_number_of_processes(target, tmp_path, monkeypatch):
+    """Two batches of four in one process, or four of two that two processes take in turn: each row has its own."""
+    rows, collate, device = rows_of(target, count=8, new_tokens=20), RetraceDataCollator(), torch.device("cpu")
+
+    def anchors(size, parts):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2, "num_anchors": 4}
+        trainer = make_trainer(tiny_drafter(target), target, tmp_path, rows, **options)
+        trainer.state.global_step = 3
+        batches, _ = trainer.get_batch_samples(iter([collate(rows[part]) for part in parts]), 2, device)
+        return [batch["anchors"] for batch in batches]
+
+    whole = torch.cat(anchors(4, (slice(0, 4), slice(4, 8))))
+    monkeypatch.setattr(RetraceTrainingArguments, "world_size", 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(RetraceTrainingArguments, "process_index", rank)
+        parts = [slice(start + 2 * rank, start + 2 * rank + 2) for start in (0, 4)]
+        for part, found in zip(parts, anchors(2, parts)):
+            assert torch.equal(found, whole[part])
+
+
 def test_cached_features_equal_online_ones(target, tmp_path):
     rows, taps = rows_of(target), tiny_drafter(target).config.target_layer_ids
     features = [
@@ -324,15 +345,246 @@ def test_the_control_needs_no_target_pass(target, tmp_path, monkeypatch):
     trainer.train()
 
 
+def without_answer(row):
+    return {**row, "loss_mask": [0] * len(row["input_ids"])}
+
+
 def test_a_batch_without_anchors_is_finite(target, tmp_path):
+    """One row a batch, in order, the second and third without an answer: two steps that move nothing."""
     rows = rows_of(target)
-    for row in rows:
-        row["loss_mask"] = [0] * len(row["input_ids"])
-    drafter = tiny_drafter(target)
+    rows[1:3] = map(without_answer, rows[1:3])
+    drafter, seen = tiny_drafter(target), []
+
+    class Watch(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            seen.append((logs, drafter.fc.weight.detach().clone()))
+
+    options = {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", "logging_steps": 1}
+    trainer = make_trainer(drafter, target, tmp_path, rows, num_carried_rounds=2, **options)
+    trainer.add_callback(Watch())
+    trainer.train()
+    losses, weights = [logs.get("loss") for logs, _ in seen[:4]], [weight for _, weight in seen[:4]]
+    assert losses[0] > 0 and losses[1] == losses[2] == 0 and losses[3] > 0
+    # AdamW's momentum alone moves weights where there is no gradient.
+    assert all(torch.isfinite(weight).all() for weight in weights)
+    assert "tau_fresh" in seen[0][0] and "tau_fresh" not in seen[1][0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (lambda rows: [], "train_dataset is empty"),
+        (lambda rows: [without_answer(row) for row in rows], "No row of train_dataset has two answer tokens"),
+        (
+            lambda rows: [{"input_ids": row["input_ids"]} for row in rows],
+            r"no column 'loss_mask' in train_dataset, only \['input_ids'\]; .* prepare",
+        ),
+        (lambda rows: [{"text": "a"}], "no column 'input_ids'"),
+    ],
+)
+def test_a_dataset_that_teaches_nothing_is_refused(target, tmp_path, rows, message):
+    good = rows_of(target, count=2)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tiny_drafter(target), target, tmp_path, rows(good))
+    trainer = make_trainer(tiny_drafter(target), target, tmp_path, good)
+    for bad in (rows(good), {"a": rows(good)}):
+        with pytest.raises(ValueError, match=message.replace("train_dataset", r"eval_dataset(\['a'\])?")):
+            RetraceTrainer(tiny_drafter(target), target, trainer.args, train_dataset=good, eval_dataset=bad)
+    with pytest.raises(ValueError, match="column 'loss_mask'|no column|gave no batch"):
+        trainer.evaluate(rows(good))
+
+
+def test_a_stream_without_masks_is_refused_at_its_first_batch(target, tmp_path):
+    stream = Dataset.from_list([{"input_ids": [1, 2, 3]}] * 2).to_iterable_dataset()
+    trainer = RetraceTrainer(tiny_drafter(target), target, arguments(tmp_path), train_dataset=stream)
+    with pytest.raises(ValueError, match="no column 'loss_mask' in row 0 of a batch"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"remove_unused_columns": True},
+        {"dataloader_num_workers": 1},
+        {"train_sampling_strategy": "group_by_length"},
+        {"label_names": ["labels"]},
+        {"dataloader_drop_last": True, "per_device_eval_batch_size": 2, "eval_on_start": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_trainer_change_nothing_but_what_they_say(target, tmp_path, options):
+    """Rows of several lengths, some shorter than a block, with columns that nobody reads."""
+    rows = [{**row, "source": "x"} for row in rows_of(target, count=5)]
+    for row, length in zip(rows, (11, 13, 30)):
+        row |= {"input_ids": row["input_ids"][:length], "loss_mask": row["loss_mask"][:length]}
+    drafter, data = tiny_drafter(target), Dataset.from_list(rows)
+    args = arguments(tmp_path, **options)
+    trainer = RetraceTrainer(drafter, target, args, train_dataset=data, eval_dataset=data)
     before = drafter.fc.weight.detach().clone()
-    out = make_trainer(drafter, target, tmp_path, rows, max_steps=2, num_carried_rounds=2).train()
-    assert out.training_loss == 0.0
-    assert torch.isfinite(drafter.fc.weight).all() and torch.equal(drafter.fc.weight, before)
+    trainer.train()
+    assert trainer.state.global_step == 4 and not torch.equal(drafter.fc.weight, before)
+    evaluated = trainer.evaluate()
+    tested = trainer.predict(data)
+    assert tested.predictions is None and evaluated["eval_loss"] > 0
+    assert {"test_loss", "test_tau_fresh"} <= set(tested.metrics)
+
+
+def test_a_stream_of_rows_trains_as_the_rows_do(target, tmp_path):
+    rows, states = rows_of(target), []
+    for data in (Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset()):
+        drafter = tiny_drafter(target)
+        args = arguments(tmp_path, train_sampling_strategy="sequential", include_num_input_tokens_seen="non_padding")
+        trainer = RetraceTrainer(drafter, target, args, train_dataset=data)
+        trainer.train()
+        states.append(drafter.state_dict())
+        assert trainer.state.num_input_tokens_seen == 2 * sum(len(row["input_ids"]) for row in rows)
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+
+
+def test_model_init_makes_the_drafter(target, tmp_path):
+    args, rows = arguments(tmp_path), Dataset.from_list(rows_of(target))
+    trainer = RetraceTrainer(
+        target=target, args=args, train_dataset=rows, model_init=lambda: tiny_drafter(target).bfloat16()
+    )
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("option", ["compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"])
+def test_options_without_effect_are_refused(target, tmp_path, option):
+    with pytest.raises(ValueError, match=f"{option} has no effect"):
+        RetraceTrainer(tiny_drafter(target), target, arguments(tmp_path), **{option: lambda *args: {}})
+    with pytest.raises(ValueError, match="label_smoothing_factor is 0.1"):
+        arguments(tmp_path, label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("trained", ["", "mlp"])
+def test_checkpointed_activations_give_the_same_gradients(target, tmp_path, use_reentrant, trained):
+    """All weights, or a part behind inputs that need no gradient."""
+    rows, gradients, calls = rows_of(target, count=2), [], []
+    for checkpointing in (False, True):
+        drafter = randomize(tiny_drafter(target))
+        for name, parameter in drafter.named_parameters():
+            parameter.requires_grad_(trained in name)
+        drafter.layers[0].mlp.register_forward_pre_hook(lambda *args, now=checkpointing: calls.append(now))
+        if checkpointing:
+            drafter.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        trainer = make_trainer(drafter.train(), target, tmp_path, rows)
+        trainer.compute_loss(drafter, RetraceDataCollator()(rows)).backward()
+        gradients.append({name: p.grad for name, p in drafter.named_parameters() if p.requires_grad})
+    assert calls.count(True) == 2 * calls.count(False)  # it did recompute
+    for name, gradient in gradients[0].items():
+        assert gradients[1][name] is not None, name
+        assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7)
+    assert all(p.grad is None for p in target.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_drafter_in_half_precision_is_trained_in_float32(target, tmp_path, dtype, caplog):
+    drafter = tiny_drafter(target).to(dtype)
+    before = {name: p.detach().float() for name, p in drafter.named_parameters()}
+    trainer = make_trainer(drafter, target, tmp_path, rows_of(target), bf16=True, num_carried_rounds=0)
+    trainer.train()
+    for name, p in drafter.named_parameters():
+        assert p.dtype == torch.float32, name
+        if "norm" in name:
+            # Each entry moves, also by less than half precision can tell from 1.
+            assert (p != before[name]).float().mean() > 0.95, name
+
+
+def test_attention_that_cannot_train_is_refused(target, tmp_path):
+    for implementation, message in (("flash_attention_2", "no mask"), ("flex_attention", "no gradients on a CPU")):
+        drafter = tiny_drafter(target)
+        drafter.config._attn_implementation = implementation
+        with pytest.raises(ValueError, match=message):
+            make_trainer(drafter, target, tmp_path, rows_of(target, count=1))
+
+
+def test_features_of_other_layers_are_refused(target, tmp_path):
+    rows = rows_of(target, count=2)
+    features = [torch.randn(len(row["input_ids"]), 3 * 32).numpy() for row in rows]
+    trainer = make_trainer(
+        tiny_drafter(target, conditioning="none"), target, tmp_path, rows, RetraceDataCollator(features=features)
+    )
+    with pytest.raises(ValueError, match="have 96 values a token and the drafter reads 64"):
+        trainer.train()
+
+
+def test_features_from_the_disk_equal_online_ones(target, tmp_path):
+    """Gradients, to what float16 holds of a float32 target; rows in any order, unlike lengths."""
+    rows = rows_of(target, count=3)
+    rows[1] = {**rows[1], "input_ids": rows[1]["input_ids"][:20], "loss_mask": rows[1]["loss_mask"][:20]}
+    drafter = randomize(tiny_drafter(target, conditioning="none"))
+    features = TargetFeatures.build_or_open(
+        target, Dataset.from_list(rows), drafter.config.target_layer_ids, tmp_path, progress=False
+    )
+    gradients = []
+    for collator in (RetraceDataCollator(), RetraceDataCollator(features=features)):
+        trainer = make_trainer(drafter, target, tmp_path, rows, collator)
+        drafter.zero_grad()
+        trainer.compute_loss(drafter, collator([rows[i] for i in (2, 0, 1)])).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
+    assert (gradients[1] - gradients[0]).norm() < 2e-3 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("carried", [0, 1, 2, 3])
+@pytest.mark.parametrize(("loss_type", "soft_share"), [("decay", 0.0), ("decay", 0.4), ("dpace", 0.0), ("dpace", 0.4)])
+def test_gradients_against_a_loop(target, tmp_path, loss_type, soft_share, carried):
+    """Every weight's gradient, block by block and round by round with autograd's own; nothing flows between rounds."""
+    drafter, rows = randomize(tiny_drafter(target)), rows_of(target, count=2)
+    options = {"loss_type": loss_type, "soft_share": soft_share, "num_carried_rounds": carried, "num_anchors": 3}
+    trainer = make_trainer(drafter, target, tmp_path, rows, **options, loss_chunk_size=5)
+    batch = RetraceDataCollator()(rows)
+    loss = trainer.compute_loss(drafter, dict(batch))
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+    drafter.zero_grad()
+
+    drawn = trainer._draw_anchors(batch["loss_mask"], first=0)
+    embedding, total, weight_of_fresh = target.get_input_embeddings(), 0.0, 0.0
+    for b in range(2):
+        ids = batch["input_ids"][b : b + 1]
+        features = rollout.read_clean_text(target, ids, drafter.config.target_layer_ids).features
+        with torch.no_grad():
+            law = target(ids).logits[0].log_softmax(-1)
+        for anchor in drawn.anchors[b].tolist():
+            signal = None
+            for number in range(carried + 1):
+                one = rollout.Blocks(torch.tensor([[anchor]]), torch.tensor([[True]]))
+                states = rollout.draft_blocks(drafter, embedding, ids, features, one, signal)
+                count = min(BLOCK_SIZE - 1, ids.shape[1] - 1 - anchor)
+                logp = target.lm_head(states[0, 0]).log_softmax(-1)
+                right = ids[0, anchor + 1 : anchor + 1 + count]
+                ce = -logp[1 : 1 + count].gather(1, right[:, None])[:, 0]
+                p = law[anchor : anchor + count]
+                kl = (p.exp() * (p - logp[1 : 1 + count])).sum(-1)
+                if loss_type == "decay":
+                    weights = torch.exp(-torch.arange(count) / 4.0)
+                else:
+                    reach = (0.5 * torch.exp(-ce.detach()) + 0.5).cumprod(0)
+                    weights = torch.stack([reach[k:].sum() for k in range(count)])
+                total = total + (weights * ((1 - soft_share) * ce + soft_share * kl)).sum()
+                if number == 0:
+                    weight_of_fresh += float(weights.sum()) if loss_type == "decay" else 1.0
+                drafted = logp[1:].argmax(-1)
+                wrong = (drafted[:count] != right).nonzero()
+                accepted = int(wrong[0]) if len(wrong) else count
+                prefix = torch.cat([ids[:, : anchor + 1], drafted[None]], dim=1)
+                with torch.no_grad():
+                    verified = target.get_decoder()(prefix, use_cache=False).last_hidden_state[:, anchor:]
+                signal = align_trajectory(states[0].detach(), verified, accepted + 1, BLOCK_SIZE - 1)
+                anchor += accepted + 1
+                if anchor + 1 >= ids.shape[1]:
+                    break
+    expected = total / ((carried + 1) * weight_of_fresh)
+    expected.backward()
+    assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    named = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+    assert set(named) <= set(found) and ("trajectory.value.weight" in named) == (carried > 0)
+    for name, gradient in named.items():
+        assert (found[name] - gradient).norm() <= 2e-4 * gradient.norm() + 1e-6, name
 
 
 def test_beta_rises_and_is_not_saved(target, tmp_path):
@@ -348,21 +600,6 @@ def test_beta_rises_and_is_not_saved(target, tmp_path):
     trainer.save_model()
     assert seen == [0.0, 0.5, 1.0, 1.0]
     assert RetraceDrafter.from_pretrained(tmp_path).trajectory.beta == 1.0
-
-
-def test_checkpoints_hold_the_drafter_only_and_resume_equals_going_on(target, tmp_path):
-    rows = rows_of(target)
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "num_carried_rounds": 2}
-    whole = tiny_drafter(target)
-    make_trainer(whole, target, tmp_path / "a", rows, **options).train()
-    resumed = tiny_drafter(target)
-    make_trainer(resumed, target, tmp_path / "b", rows, **options).train(
-        resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3")
-    )
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(weight, resumed.state_dict()[name]), name
-    saved = RetraceDrafter.from_pretrained(tmp_path / "a" / "checkpoint-3").state_dict()
-    assert set(saved) == set(whole.state_dict())
 
 
 def test_trajectory_may_have_its_own_learning_rate(target, tmp_path):

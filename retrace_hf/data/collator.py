@@ -28,8 +28,8 @@ class RetraceDataCollator:
         if `features` is given, and `target_last_states` `[b, S, D]` if they hold them.
 
     Raises:
-        `ValueError`: an empty batch, a mask of another length than its tokens, `features` without the column
-        `"row"`, or features of another length than the row's tokens.
+        `ValueError`: an empty batch, a row without tokens or mask, a mask of another length than its tokens,
+        `features` without the column `"row"`, or features of another length than the row's tokens.
     """
 
     pad_token_id: int = 0
@@ -38,6 +38,8 @@ class RetraceDataCollator:
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         if not rows:
             raise ValueError("RetraceDataCollator got an empty batch; give it at least one row.")
+        for i, row in enumerate(rows):
+            self.check_columns(row, f"row {i} of a batch")
         lengths = [len(row["input_ids"]) for row in rows]
         for i, (row, length) in enumerate(zip(rows, lengths)):
             if len(row["loss_mask"]) != length:
@@ -67,6 +69,16 @@ class RetraceDataCollator:
                 features = features[..., :-last_size]
             batch["context_hidden_states"] = features
         return batch
+
+    @staticmethod
+    def check_columns(row: dict, where: str):
+        """Raises a ValueError that names a column which a row lacks."""
+        for column in ("input_ids", "loss_mask"):
+            if column not in row:
+                raise ValueError(
+                    f"There is no column {column!r} in {where}, only {sorted(row)}; make the rows with `retrace-hf "
+                    "prepare` (in Python: retrace_hf.data.tokenize.tokenize_responses)."
+                )
 
     def _gather_features(self, batch: dict[str, torch.Tensor], lengths: list[int]) -> torch.Tensor:
         if "row" not in batch:

@@ -5,11 +5,14 @@ Stage 1 and the SFT control see the same frozen target over the same tokens in e
 disk an epoch costs only the drafter.
 """
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +24,8 @@ from tqdm.auto import tqdm
 from ..context import captured_layers, check_target_layer_ids, gather_context_states
 from ..files import written_whole
 
+
+logger = logging.getLogger(__name__)
 
 DATA_NAME = "features.bin"
 INDEX_NAME = "index.json"
@@ -109,13 +114,14 @@ class TargetFeatures:
         self._map()
 
     @classmethod
-    def open(cls, path: str | Path, key: str) -> "TargetFeatures":
+    def open(cls, path: str | Path, key: str, verify: bool = True) -> "TargetFeatures":
         """
         Opens features that were built before.
 
         Args:
             path (`str` or `Path`): their folder.
             key (`str`): what [`features_key`] says now.
+            verify (`bool`, *optional*, defaults to `True`): read all of them once and compare each row's checksum.
 
         Raises:
             `FileNotFoundError`: the folder holds no finished features.
@@ -135,7 +141,12 @@ class TargetFeatures:
         size = (path / DATA_NAME).stat().st_size
         if size != expected:
             raise ValueError(f"{path / DATA_NAME} has {size} bytes where {expected} were written. {cure}")
-        return cls(path, index)
+        features = cls(path, index)
+        # Features of before there were checksums have none.
+        for row, checksum in enumerate(index.get("crc32", []) if verify else []):
+            if zlib.crc32(features[row]) != checksum:
+                raise ValueError(f"Row {row} of {path / DATA_NAME} is damaged. {cure}")
+        return features
 
     @classmethod
     def build(
@@ -168,7 +179,7 @@ class TargetFeatures:
         key = features_key(target, dataset, target_layer_ids, with_last)
         with _lock(path):
             _Build(target, dataset, target_layer_ids, path, key, batch_size, with_last).run(progress)
-            return cls.open(path, key)
+            return cls.open(path, key, verify=False)
 
     @classmethod
     def build_or_open(
@@ -189,9 +200,12 @@ class TargetFeatures:
         with _lock(path):
             try:
                 return cls.open(path, key)
-            except (FileNotFoundError, ValueError):
-                _Build(target, dataset, target_layer_ids, path, key, batch_size, with_last).run(progress)
-                return cls.open(path, key)
+            except FileNotFoundError:
+                pass
+            except ValueError as error:
+                logger.warning("The target's features are computed anew. %s", error)
+            _Build(target, dataset, target_layer_ids, path, key, batch_size, with_last).run(progress)
+            return cls.open(path, key, verify=False)
 
 
 def _lock(path: str | Path) -> FileLock:
@@ -231,25 +245,27 @@ class _Build:
         for old in set(self.path.glob(f"{DATA_NAME}.*.part")) - {self.partial, self.note}:
             old.unlink()  # of another key; nobody else builds here now
         done = self._rows_done()
-        if not done:
-            _check_room(self.path, self.shape[0] * self.shape[1] * np.float16().itemsize)
-        array = np.memmap(self.partial, dtype=np.float16, mode="r+" if done else "w+", shape=self.shape)
         was_training = self.target.training
         self.target.eval()  # no dropout in what stands for the frozen target
         try:
+            if not done:
+                _allocate(self.partial, self.shape[0] * self.shape[1] * np.float16().itemsize)
+            array = np.memmap(self.partial, dtype=np.float16, mode="r+", shape=self.shape)
             self._fill(array, done, progress)
+            array.flush()
+            rows = zip(self.offsets, self.offsets[1:])
+            self.index["crc32"] = [zlib.crc32(array[start:end]) for start, end in rows]
+            with written_whole(self.path / INDEX_NAME) as temporary:
+                temporary.write_text(json.dumps(self.index), encoding="utf-8")
+                # The index goes away first and comes back last: features without their own index are never opened.
+                (self.path / INDEX_NAME).unlink(missing_ok=True)
+                os.replace(self.partial, self.path / DATA_NAME)
         except Exception:
             # An interrupt or a kill leaves the partial file for the next call; an error would only come again.
             self._remove_partial()
             raise
         finally:
             self.target.train(was_training)
-        array.flush()
-        with written_whole(self.path / INDEX_NAME) as temporary:
-            temporary.write_text(json.dumps(self.index), encoding="utf-8")
-            # The index goes away first and comes back last: features without their own index are never opened.
-            (self.path / INDEX_NAME).unlink(missing_ok=True)
-            os.replace(self.partial, self.path / DATA_NAME)
         self._remove_partial()
 
     def _fill(self, array: np.memmap, done: int, progress: bool):
@@ -298,13 +314,23 @@ def _check_build(rows: list[list[int]], taps: list[int], num_layers: int):
     check_target_layer_ids(taps, num_layers)
 
 
-def _check_room(path: Path, needed: int):
-    free = shutil.disk_usage(path).free
-    if free < needed:
+def _allocate(file: Path, size: int):
+    """Makes a file whose blocks are all there: a memory map of a file with holes kills its process where the disk runs
+    full while they are filled."""
+    free = shutil.disk_usage(file.parent).free
+    try:
+        if free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with open(file, "wb") as opened:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(opened.fileno(), 0, size)
+            else:  # macOS
+                opened.truncate(size)
+    except OSError as error:
         raise OSError(
-            f"The features need {needed / 2**30:.1f} GiB in {path}, where {free / 2**30:.1f} GiB are free. Give a "
-            "folder on another disk, fewer rows, or fewer target_layer_ids."
-        )
+            f"The features need {size / 2**30:.1f} GiB in {file.parent}, where {free / 2**30:.1f} GiB are free "
+            f"({error.strerror}). Give a folder on another disk, fewer rows, or fewer target_layer_ids."
+        ) from error
 
 
 @torch.no_grad()

@@ -18,10 +18,10 @@ from ..noise import block_tokens, embed_block
 from ..positions import block_positions
 from ..training.rollout import (
     Blocks,
-    as_attention_takes_it,
     attention_mask,
     read_clean_text,
     verify_blocks,
+    visibility,
 )
 from ..trajectory import RejectedTrajectory, align_trajectory
 
@@ -155,12 +155,15 @@ def _draft(target, drafter, batch: _Batch) -> torch.Tensor:
     blocks = _blocks(batch.anchors)
     ids = block_tokens(batch.input_ids.gather(1, blocks.anchors), config.mask_token_id, config.block_size)
     embeds = embed_block(target.get_input_embeddings(), ids, drafter)
-    mask = attention_mask(blocks, batch.input_ids.shape[1], config.block_size, False, config.context_window)
+    length = batch.input_ids.shape[1]
+    rule = visibility(blocks, length, config.block_size, False, config.context_window)
     states = drafter(
         noise_embeds=embeds,
         context_hidden_states=embeds.new_zeros(len(ids), 0, len(config.target_layer_ids) * config.hidden_size),
         position_ids=block_positions(blocks.anchors, config.block_size),
-        attention_mask=as_attention_takes_it(mask, drafter, embeds.dtype),
+        attention_mask=attention_mask(
+            drafter, rule, len(ids), config.block_size, length + config.block_size, ids.device
+        ),
         cache=batch.draft_cache,
         trajectory=batch.trajectory,
     ).last_hidden_state

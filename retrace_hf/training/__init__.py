@@ -1,7 +1,9 @@
 """Training: rollout (draft, verify, shift), losses, [`RetraceTrainer`] and its arguments."""
 
 from .arguments import RetraceTrainingArguments
+from .checkpoints import last_whole_checkpoint
+from .interrupt import saving_on_interrupt
 from .trainer import RetraceTrainer
 
 
-__all__ = ["RetraceTrainer", "RetraceTrainingArguments"]
+__all__ = ["RetraceTrainer", "RetraceTrainingArguments", "last_whole_checkpoint", "saving_on_interrupt"]

@@ -48,6 +48,14 @@ class RetraceTrainingArguments(TrainingArguments):
         muon (`bool`, *optional*, defaults to `False`):
             Train the matrices with Muon ([`torch.optim.Muon`], updates scaled as AdamW's, so `learning_rate` keeps its
             meaning) and the norms with AdamW, instead of `optim`. Needs whole matrices: no FSDP, no ZeRO-3.
+
+    > Parameters that control the evaluation
+
+        eval_max_prompts (`int`, *optional*, defaults to 64):
+            Of [`RetraceTrainer`]'s `eval_prompts`, how many are drafted at each evaluation: the first of every kind,
+            then the second of every kind, and so on.
+        eval_max_new_tokens (`int`, *optional*, defaults to 128):
+            Tokens of each of these answers at most; 2 or more, since the first is never drafted.
     """
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
@@ -74,11 +82,16 @@ class RetraceTrainingArguments(TrainingArguments):
     )
 
     muon: bool = field(default=False, metadata={"help": "Muon for the matrices, AdamW for the norms."})
+    eval_max_prompts: int = field(default=64, metadata={"help": "Prompts drafted at each evaluation."})
+    eval_max_new_tokens: int = field(default=128, metadata={"help": "Tokens of each of these answers at most."})
 
     def __post_init__(self):
         super().__post_init__()
         if self.loss_type not in ("decay", "dpace"):
             raise ValueError(f"loss_type is {self.loss_type!r}; it must be 'decay' or 'dpace'.")
+        for name in ("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)}; it has no effect on a drafter, leave it out.")
         if not 0 <= self.soft_share <= 1:
             raise ValueError(f"soft_share is {self.soft_share}; it must be from 0 to 1.")
         if self.loss_on_seen_tokens and self.num_carried_rounds:
@@ -91,6 +104,8 @@ class RetraceTrainingArguments(TrainingArguments):
             ("num_carried_rounds", 0),
             ("beta_warmup_steps", 0),
             ("loss_chunk_size", 1),
+            ("eval_max_prompts", 1),
+            ("eval_max_new_tokens", 2),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")

@@ -40,27 +40,11 @@ class _ChunkedLoss(torch.autograd.Function):
         parts, grads = [], []
         for start in range(0, len(states), chunk_size):
             chunk = slice(start, start + chunk_size)
-            with torch.set_grad_enabled(with_grad):
-                rows = states[chunk].detach().requires_grad_(with_grad)
-                logits = logits_fn(rows)  # [chunk, V]
-            scores = logits.detach().float()
-            # A copy where the head returned float32 itself: its output must stay as autograd saved it.
-            log_probs = scores - scores.logsumexp(-1, keepdim=True)
-            loss = cross_entropy = -log_probs.gather(1, labels[chunk, None]).squeeze(1)
-            teacher = None
-            if soft_share > 0:
-                wanted = logits_fn(teacher_states[chunk]).float().log_softmax(-1)
-                teacher = wanted.exp()
-                divergence = wanted.sub_(log_probs).mul_(teacher).sum(-1)
-                loss = (1 - soft_share) * cross_entropy + soft_share * divergence
-            parts.append((loss, cross_entropy, scores.argmax(-1)))
+            teacher = teacher_states[chunk] if soft_share > 0 else None
+            losses, grad = _loss_of_chunk(states[chunk], labels[chunk], logits_fn, teacher, soft_share, with_grad)
+            parts.append(losses)
             if with_grad:
-                # softmax - (1 - share) one-hot - share * teacher, in place of the log-probabilities
-                error = log_probs.exp_()
-                error.scatter_add_(1, labels[chunk, None], torch.full_like(loss, soft_share - 1)[:, None])
-                if teacher is not None:
-                    error.sub_(teacher, alpha=soft_share)
-                grads.append(torch.autograd.grad(logits, rows, error.to(logits.dtype))[0])
+                grads.append(grad)
         if with_grad:
             ctx.save_for_backward(torch.cat(grads) if grads else torch.zeros_like(states))
         if not parts:
@@ -76,6 +60,33 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad_losses, *_):
         (grads,) = ctx.saved_tensors
         return grads * grad_losses[:, None].to(grads.dtype), None, None, None, None, None
+
+
+def _loss_of_chunk(states, labels, logits_fn, teacher_states, soft_share: float, with_grad: bool):
+    """Loss, cross entropy and argmax of a chunk's rows, and the loss's gradient. A function of its own, so that one
+    chunk's logits are gone before the next's are made."""
+    with torch.set_grad_enabled(with_grad):
+        rows = states.detach().requires_grad_(with_grad)
+        logits = logits_fn(rows)  # [chunk, V]
+    scores = logits.detach().float()
+    # A copy where the head returned float32 itself: its output must stay as autograd saved it.
+    log_probs = scores - scores.logsumexp(-1, keepdim=True)
+    loss = cross_entropy = -log_probs.gather(1, labels[:, None]).squeeze(1)
+    teacher = None
+    if teacher_states is not None:
+        wanted = logits_fn(teacher_states).float().log_softmax(-1)
+        teacher = wanted.exp()
+        divergence = wanted.sub_(log_probs).mul_(teacher).sum(-1)
+        loss = (1 - soft_share) * cross_entropy + soft_share * divergence
+    losses = (loss, cross_entropy, scores.argmax(-1))
+    if not with_grad:
+        return losses, None
+    # softmax - (1 - share) one-hot - share * teacher, in place of the log-probabilities
+    error = log_probs.exp_()
+    error.scatter_add_(1, labels[:, None], torch.full_like(loss, soft_share - 1)[:, None])
+    if teacher is not None:
+        error.sub_(teacher, alpha=soft_share)
+    return losses, torch.autograd.grad(logits, rows, error.to(logits.dtype))[0]
 
 
 def chunked_loss(

@@ -3,9 +3,11 @@
 Shapes: b sequences of S tokens, N anchors each, blocks of B slots. `Blocks` names the anchors of one round.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import Cache, PreTrainedModel
 
 from ..context import captured_layers, gather_context_states
@@ -95,41 +97,64 @@ def scoring_states(last: torch.Tensor, blocks: Blocks, block_size: int) -> torch
     return last[rows, places.clamp(max=last.shape[1] - 1)]
 
 
-def visible_context(blocks: Blocks, context_length: int, block_size: int, window: int | None = None) -> torch.Tensor:
-    """`[b, N * B, S]` bool: every slot of a block sees the context strictly before its anchor, or only the last
-    `window` tokens of it."""
-    places = torch.arange(context_length, device=blocks.anchors.device)
-    anchors = blocks.anchors[..., None]
-    seen = places < anchors  # [b, N, S]
-    if window is not None:
-        seen = seen & (places >= anchors - window)
-    return seen.repeat_interleave(block_size, dim=1)
+# Who may look where, by index: the one rule that dense masks and flex_attention's are both built from.
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def visible_block(num_anchors: int, block_size: int, causal: bool, device: torch.device) -> torch.Tensor:
-    """`[N * B, N * B]` bool: a slot sees its own block and no other; only up to itself where `causal`."""
-    own = torch.ones(block_size, block_size, dtype=torch.bool, device=device)
-    if causal:
-        own = own.tril()
-    return torch.block_diag(*[own] * num_anchors) if num_anchors else own[:0, :0]
+def visible_context(anchors: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Every slot of a block sees the context strictly before its anchor, or only the last `window` tokens of it."""
+    seen = keys < anchors
+    return seen if window is None else seen & (keys >= anchors - window)
+
+
+def visible_block(queries: torch.Tensor, keys: torch.Tensor, block_size: int, causal: bool) -> torch.Tensor:
+    """A slot sees its own block and no other; only up to itself where `causal`. Both are counted over all slots, so
+    that keys of the context are negative."""
+    own = (keys >= 0) & (keys // block_size == queries // block_size)
+    return own & (keys <= queries) if causal else own
+
+
+def visibility(blocks: Blocks, context_length: int, block_size: int, causal: bool, window: int | None = None) -> Rule:
+    """The rule `(row, head, query, key) -> bool` of draft blocks, with a context `window` where they have one, or of
+    verified ones if `causal`. Queries are the `N * B` slots, keys the context and then the slots."""
+    anchors = blocks.anchors
+
+    def sees(row, head, query, key):
+        context = visible_context(anchors[row, query // block_size], key, window)
+        return context | visible_block(query, key - context_length, block_size, causal)
+
+    return sees
+
+
+def dense_mask(rule: Rule, batch_size: int, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """`[b, 1, num_queries, num_keys]` bool, True where a query may look."""
+    rows = torch.arange(batch_size, device=device)[:, None, None, None]
+    queries = torch.arange(num_queries, device=device)[:, None]
+    return rule(rows, torch.zeros_like(rows), queries, torch.arange(num_keys, device=device))
 
 
 def attention_mask(
-    blocks: Blocks, context_length: int, block_size: int, causal: bool, window: int | None = None
-) -> torch.Tensor:
-    """`[b, 1, N * B, S + N * B]` bool, True where a query may look: draft blocks, with a context `window` where they
-    have one, or verified ones if `causal`."""
-    batch_size, num_anchors = blocks.anchors.shape
-    inside = visible_block(num_anchors, block_size, causal, blocks.anchors.device).bool()
-    context = visible_context(blocks, context_length, block_size, window)
-    return torch.cat([context, inside.expand(batch_size, -1, -1)], dim=-1)[:, None]
+    model: PreTrainedModel, rule: Rule, batch_size: int, num_queries: int, num_keys: int, device: torch.device
+):
+    """The rule as the model's attention takes it: flex_attention a `BlockMask`, eager a mask to add, SDPA a bool one.
 
-
-def as_attention_takes_it(mask: torch.Tensor, model: PreTrainedModel, dtype: torch.dtype) -> torch.Tensor:
-    """Eager attention adds its mask; the others take it as bool."""
-    if model.config._attn_implementation != "eager":
+    Raises:
+        ValueError: an attention implementation that takes no mask of one's own.
+    """
+    implementation = model.config._attn_implementation
+    if implementation == "flex_attention":
+        # Compiled, the rule is evaluated without a tensor of all queries and keys for each of its steps.
+        compiled = device.type == "cuda"
+        return create_block_mask(rule, batch_size, None, num_queries, num_keys, device, _compile=compiled)
+    if "flash" in implementation:
+        raise ValueError(
+            f"attn_implementation={implementation!r} of {type(model).__name__} takes no mask, and drafted blocks side "
+            "by side need one; load it with attn_implementation='sdpa' or 'flex_attention'"
+        )
+    mask = dense_mask(rule, batch_size, num_queries, num_keys, device)
+    if implementation != "eager":
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
 
 
 # -- the three passes ------------------------------------------------------------------------------------------------
@@ -179,12 +204,14 @@ def draft_blocks(
     block_ids = block_tokens(input_ids.gather(1, blocks.anchors), config.mask_token_id, config.block_size)
     context_positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(batch_size, -1)
     positions = torch.cat([context_positions, block_positions(blocks.anchors, config.block_size)], dim=1)
-    mask = attention_mask(blocks, input_ids.shape[1], config.block_size, False, config.context_window)
+    rule = visibility(blocks, input_ids.shape[1], config.block_size, False, config.context_window)
     states = drafter(
         noise_embeds=embed_block(embedding, block_ids, module),
         context_hidden_states=features.to(device=module.device, dtype=module.dtype),
         position_ids=positions,
-        attention_mask=as_attention_takes_it(mask, module, module.dtype),
+        attention_mask=attention_mask(
+            module, rule, batch_size, block_ids.shape[1], positions.shape[1], input_ids.device
+        ),
         trajectory=trajectory,
     ).last_hidden_state
     return states.view(batch_size, num_anchors, config.block_size, -1)
@@ -211,24 +238,23 @@ def verify_blocks(
     batch_size, length = input_ids.shape
     num_anchors, block_size = drafted.shape[1], drafted.shape[2] + 1
     block_ids = torch.cat([input_ids.gather(1, blocks.anchors)[..., None], drafted], dim=-1).flatten(1)
-    mask = attention_mask(blocks, length, block_size, causal=True)
     positions = block_positions(blocks.anchors, block_size)
     states = target.get_decoder()(
         block_ids,
         cache=cache,
         use_cache=True,
         position_ids=positions,
-        attention_mask=_windowed_masks(mask, positions, length, target),
+        attention_mask=_verification_masks(target, blocks, positions, length, block_size),
     ).last_hidden_state
     cache.crop(-block_ids.shape[1])
     return states.view(batch_size, num_anchors, block_size, -1)
 
 
-def _windowed_masks(mask: torch.Tensor, positions: torch.Tensor, length: int, target: PreTrainedModel):
-    """The mask by layer type, for targets with sliding-window layers; the plain one for all others."""
+def _verification_masks(
+    target: PreTrainedModel, blocks: Blocks, positions: torch.Tensor, length: int, block_size: int
+):
+    """The mask of verification by layer type, for targets with sliding-window layers; one for all layers of others."""
     text = target.config.get_text_config(decoder=True)
-    dtype = target.dtype
-    full = as_attention_takes_it(mask, target, dtype)
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or [])
     if kinds - {"full_attention", "sliding_attention"}:
@@ -236,15 +262,23 @@ def _windowed_masks(mask: torch.Tensor, positions: torch.Tensor, length: int, ta
             f"The target has layers of {sorted(kinds - {'full_attention', 'sliding_attention'})}, over which drafted "
             "blocks cannot be verified in training"
         )
+    full = visibility(blocks, length, block_size, causal=True)
+    context = torch.arange(length, device=positions.device).expand(positions.shape[0], -1)
+    key_positions = torch.cat([context, positions], dim=1)  # [b, S + N * B]
+
+    def sliding(row, head, query, key):
+        near = positions[row, query] - key_positions[row, key] < window
+        return full(row, head, query, key) & near
+
+    shape = (*positions.shape, key_positions.shape[1], positions.device)
     if not window or kinds == {"full_attention"}:
-        return full
-    keys = torch.arange(length, device=mask.device).expand(mask.shape[0], -1)
-    keys = torch.cat([keys, positions], dim=1)
-    near = positions[:, :, None] - keys[:, None, :] < window  # [b, N * B, S + N * B]
-    sliding = as_attention_takes_it(mask & near[:, None], target, dtype)
+        return attention_mask(target, full, *shape)
     if len(kinds) < 2:
-        return sliding
-    return {"full_attention": full, "sliding_attention": sliding}
+        return attention_mask(target, sliding, *shape)
+    return {
+        "full_attention": attention_mask(target, full, *shape),
+        "sliding_attention": attention_mask(target, sliding, *shape),
+    }
 
 
 @torch.no_grad()

@@ -1,16 +1,25 @@
 """[`RetraceTrainer`]: one step is clean text, drafted blocks, and as many carried rounds as asked for."""
 
+import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import logging
 
 from ..candidate_generator import check_pairing, draft_logits, transform_logits
 from ..data import RetraceDataCollator
+from ..hub import write_code
 from ..seeds import mixed_generator
 from .arguments import RetraceTrainingArguments
+from .checkpoints import is_whole, last_whole_checkpoint
+from .eval_prompts import draft_prompts, first_of_each_kind, read_eval_rows
 from .losses import SeenTokens, chunked_loss, decay_weights, default_gamma, dpace_weights
 from .optimizer import muon_with_adamw
 from .rollout import (
@@ -28,40 +37,82 @@ from .rollout import (
 )
 
 
+logger = logging.get_logger(__name__)
+
+# What Trainer offers for models that return logits; here it would do nothing, and say nothing.
+_WITHOUT_LOGITS = {
+    "compute_loss_func": "the loss is set by loss_type and soft_share",
+    "compute_metrics": "there are no predictions to compute them from; loss and tau are among the metrics already",
+    "preprocess_logits_for_metrics": "there are no logits to process",
+}
+
+
 class RetraceTrainer(Trainer):
     r"""
     Trains a drafter against its frozen target, on text that the target wrote.
 
     Args:
-        model ([`RetraceDrafter`]): The drafter.
+        model ([`RetraceDrafter`]): The drafter; or `model_init`, which makes one.
         target (`PreTrainedModel`): The target, which is frozen and stays outside the checkpoints.
         args ([`RetraceTrainingArguments`], *optional*): Arguments.
         data_collator ([`RetraceDataCollator`], *optional*):
             Gives `input_ids`, `loss_mask` and, where features were computed before, `context_hidden_states`.
+        eval_prompts (iterable of `dict`, *optional*):
+            Held-out prompts: rows with `prompt` (text), `messages` or `prompt_ids`, and `source`, their kind. Every
+            evaluation drafts them greedily with `generate()` and logs `eval_tau` and, by kind, `eval_tau_{source}`:
+            `metric_for_best_model="eval_tau"` keeps the best checkpoint and stops early. An `eval_dataset` is then
+            not needed. How many and how long: `eval_max_prompts`, `eval_max_new_tokens`.
         kwargs: As in [`~transformers.Trainer`].
 
+    A drafter in half precision is trained in float32; `bf16=True` computes in bfloat16 on float32 weights. Evaluation
+    leaves the drafter and the random numbers as it found them. `train(resume_from_checkpoint=True)` goes on from the
+    last checkpoint that is whole.
+
     Raises:
-        ValueError: drafter and target do not belong together, or the target cannot verify blocks in training.
+        ValueError: drafter and target do not belong together, the target cannot verify blocks in training, a dataset
+            has nothing to learn, or an option would be without effect.
 
     Source: training of ReTrace, arXiv 2608.29748; stage 1 (`num_carried_rounds=0`) is DFlash's, arXiv 2602.06036.
     """
 
     def __init__(
         self,
-        model,
-        target: PreTrainedModel,
+        model=None,
+        target: PreTrainedModel | None = None,
         args: RetraceTrainingArguments | None = None,
         data_collator: Callable | None = None,
+        eval_prompts: Iterable[dict] | None = None,
         **kwargs,
     ):
         args = args if args is not None else RetraceTrainingArguments()
-        check_pairing(model, target)
+        for option, reason in _WITHOUT_LOGITS.items():
+            if kwargs.get(option) is not None:
+                raise ValueError(f"{option} has no effect in RetraceTrainer: {reason}. Leave it out.")
+        if target is None:
+            raise ValueError("target is missing; pass the model that the drafter is to draft for.")
+        self.target = target
+        if model is not None:
+            _check_drafter(model, target, args.device)
+        self._eval_prompts = []
+        if eval_prompts is not None:
+            prompts = read_eval_rows(eval_prompts, kwargs.get("processing_class"))
+            self._eval_prompts = first_of_each_kind(prompts, args.eval_max_prompts)
+            if kwargs.get("eval_dataset") is None:
+                kwargs["eval_dataset"] = {}  # no set of rows; the prompts are evaluated alone
         if data_collator is None:
-            data_collator = RetraceDataCollator(pad_token_id=model.config.pad_token_id or 0)
-        self.target = target.requires_grad_(False).eval()
+            data_collator = RetraceDataCollator()
+        target.requires_grad_(False).eval()
         # By whether they come from training or evaluation; accepted + 1 and blocks by round.
         self._sums = {True: defaultdict(float), False: defaultdict(float)}
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
+        if isinstance(self.data_collator, RetraceDataCollator):
+            _check_rows(self.train_dataset, "train_dataset")
+            _check_rows(self.eval_dataset, "eval_dataset")
+        if self._eval_prompts and self._is_sharded:
+            raise ValueError(
+                "eval_prompts is set and the models are sharded over processes (FSDP, ZeRO-3), where generate() "
+                "cannot draft; leave eval_prompts out, and measure checkpoints with examples/evaluate_drafters.py."
+            )
         # The loss comes out normalised over the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
@@ -77,11 +128,11 @@ class RetraceTrainer(Trainer):
         """As upstream, and draws each sequence's anchors from (seed, step, place in the global batch)."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
-        per_process = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        start = (self.state.global_step * self.args.world_size + self.args.process_index) * per_process
+        size, accumulated = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
         for i, batch in enumerate(batches):
-            first = start + i * self.args.per_device_train_batch_size
-            blocks = self._draw_anchors(batch["loss_mask"], first)
+            # The processes take batches in turn, so this is a row's place whatever their number.
+            turn = (self.state.global_step * accumulated + i) * self.args.world_size + self.args.process_index
+            blocks = self._draw_anchors(batch["loss_mask"], first=turn * size)
             batch["anchors"], batch["anchors_valid"] = blocks
             total += self._count_items(batch, blocks).to(device)
         if self.args.world_size > 1:
@@ -105,8 +156,12 @@ class RetraceTrainer(Trainer):
         return config.conditioning == "corrected" and self.args.num_carried_rounds > 0
 
     @property
+    def _unwrapped(self):
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
     def _config(self):
-        return self.accelerator.unwrap_model(self.model).config
+        return self._unwrapped.config
 
     @property
     def _gamma(self) -> float:
@@ -122,6 +177,8 @@ class RetraceTrainer(Trainer):
         self._set_beta()
         with self.accelerator.autocast():
             losses = self._roll_out(model, inputs, blocks)
+        if not self.model.training:
+            self._add("loss", sum(losses) / len(losses), num_items_in_batch)
         loss = sum(losses) / (len(losses) * num_items_in_batch.clamp(min=1e-6))
         if self.args.world_size > 1 and self.model.training:
             loss = loss * self.args.world_size  # gradients are averaged over processes, the count is global
@@ -142,6 +199,7 @@ class RetraceTrainer(Trainer):
         with self._as_generate_runs_it():
             room = blocks.anchors.shape[1] * config.block_size if verifies else None
             features, last, cache = self._read_text(inputs, room)
+        self._check_width(features)
 
         losses, trajectory = [], None
         embedding = self.target.get_input_embeddings()
@@ -178,6 +236,15 @@ class RetraceTrainer(Trainer):
             clean = read_clean_text(self.target, inputs["input_ids"], self._config.target_layer_ids, room)
             return clean.features, clean.last if soft else None, clean.cache
         return features, last if soft else None, None
+
+    def _check_width(self, features: torch.Tensor):
+        config = self._config
+        width = len(config.target_layer_ids) * config.hidden_size
+        if features.shape[-1] != width:
+            raise ValueError(
+                f"The features have {features.shape[-1]} values a token and the drafter reads {width}, of "
+                f"target_layer_ids={config.target_layer_ids}; build them for these (TargetFeatures.build_or_open)."
+            )
 
     def _block_loss(self, states, labels, supervised, valid, teacher=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted sum of losses over the slots of valid blocks, and the drafted tokens `[b, N, B - 1]`."""
@@ -219,10 +286,10 @@ class RetraceTrainer(Trainer):
         return SeenTokens(self.target.get_output_embeddings(), seen)
 
     def _set_beta(self):
-        fusion = self.accelerator.unwrap_model(self.model).trajectory
-        if fusion is not None:
+        fusion = self._unwrapped.trajectory
+        if fusion is not None and self.model.training:  # in evaluation the module takes it as 1
             warmup = self.args.beta_warmup_steps
-            fusion.beta = min(1.0, self.state.global_step / warmup) if warmup and self.model.training else 1.0
+            fusion.beta = min(1.0, self.state.global_step / warmup) if warmup else 1.0
 
     # -- optimizer, evaluation, logs ---------------------------------------------------------------------------------
 
@@ -243,31 +310,225 @@ class RetraceTrainer(Trainer):
         return loss.detach(), None, None
 
     def _record(self, carried: int, accepted: torch.Tensor, blocks: Blocks):
-        """Acceptance by round on training text, summed on the device and read only when logged."""
-        name = "fresh" if carried == 0 else f"carried_{carried}"
+        """Acceptance by round on known text."""
+        name = "tau_fresh" if carried == 0 else f"tau_carried_{carried}"
+        self._add(name, ((accepted + 1) * blocks.valid).sum(), blocks.valid.sum())
+
+    def _add(self, name: str, value: torch.Tensor, count: torch.Tensor):
+        """Adds to a mean that is kept on the device and read only when logged."""
         sums = self._sums[self.model.training]
-        sums[name] = sums[name] + torch.stack([((accepted + 1) * blocks.valid).sum(), blocks.valid.sum()]).detach()
+        sums[name] = sums[name] + torch.stack([value.detach().float(), count.float()])
+
+    def _means(self, training: bool) -> dict[str, float]:
+        """Means over all processes since they were last asked for; those of nothing are left out."""
+        means, sums = {}, self._sums[training]
+        for name in sorted(sums):
+            value, count = self.accelerator.reduce(sums[name], reduction="sum").tolist()
+            if count > 0:
+                means[name] = value / count
+        sums.clear()
+        return means
 
     def log(self, logs: dict, *args, **kwargs):
         if "loss" in logs:
-            logs |= self._tau(training=True)
+            logs |= {name: round(mean, 4) for name, mean in self._means(training=True).items() if name != "loss"}
         super().log(logs, *args, **kwargs)
 
-    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        """As upstream, with the acceptance on the evaluation's own blocks among the metrics."""
+    def _track_num_input_tokens(self, inputs):
+        # Upstream counts the model's main input, which is made from these in the step.
+        super()._track_num_input_tokens({**inputs, self._unwrapped.main_input_name: inputs["input_ids"]})
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval"):
+        """As upstream; with `eval_prompts` the metrics hold `eval_tau`, and `eval_tau_{source}` by kind."""
+        datasets = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not (self._eval_prompts and isinstance(datasets, dict)):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        # Several sets, or none: the prompts are drafted once, not with each of them.
+        prompts, self._eval_prompts = self._eval_prompts, []
+        try:
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self._eval_prompts = prompts
+        with self._undisturbed():
+            tau = self._draft_eval_prompts(metric_key_prefix)
+        metrics.update(tau)
+        self.log(dict(tau))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def evaluation_loop(self, dataloader, description: str, *args, metric_key_prefix: str = "eval", **kwargs):
+        """As upstream, with the acceptance on the evaluation's own blocks among the metrics, and the loss a mean over
+        all of its slots, whatever the size of a batch."""
         self._sums[False].clear()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        output.metrics.update({f"{metric_key_prefix}_{k}": v for k, v in self._tau(training=False).items()})
+        with self._undisturbed():
+            output = super().evaluation_loop(
+                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+            )
+            if not self._sums[False]:
+                raise ValueError(
+                    f"The {description.lower()} set gave no batch: it is empty, or dataloader_drop_last is set "
+                    f"and it has fewer rows than per_device_eval_batch_size={self.args.per_device_eval_batch_size}."
+                )
+            means = self._means(training=False)
+            if "loss" not in means:
+                raise ValueError(
+                    f"No row of the {description.lower()} set has two answer tokens in a row (column 'loss_mask'), so "
+                    "there is nothing to measure on it; give rows of `retrace-hf prepare`."
+                )
+            for name, mean in means.items():
+                output.metrics[f"{metric_key_prefix}_{name}"] = mean if name == "loss" else round(mean, 4)
+            if self._eval_prompts and description == "Evaluation":
+                output.metrics.update(self._draft_eval_prompts(metric_key_prefix))
         return output
 
-    def _tau(self, training: bool) -> dict[str, float]:
-        """tau by round over all processes since it was last asked for."""
-        tau, sums = {}, self._sums[training]
-        for name in sorted(sums):
-            yielded, blocks = self.accelerator.reduce(sums[name].float(), reduction="sum").tolist()
-            tau[f"tau_{name}"] = round(yielded / max(blocks, 1.0), 4)
-        sums.clear()
-        return tau
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Puts back the drafter's mode and torch's random numbers: a run with evaluations equals one without."""
+        was_training = self.model.training
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            yield
+        self.model.train(was_training)
+
+    def _draft_eval_prompts(self, prefix: str) -> dict[str, float]:
+        """tau over the prompts, which the processes share; over all of them and by kind."""
+        kinds = sorted({prompt.kind for prompt in self._eval_prompts} - {None})
+        mine = self._eval_prompts[self.args.process_index :: self.args.world_size]
+        with self._as_it_is_saved() as drafter:
+            stats = draft_prompts(self.target, drafter, mine, self.args.eval_max_new_tokens)
+        found = {kind: torch.tensor([s.new_tokens - s.calls, s.rounds]) for kind, s in stats.items()}
+        nothing = torch.zeros(2, dtype=torch.long)
+        counts = torch.stack([sum(found.values(), nothing), *(found.get(kind, nothing) for kind in kinds)])
+        counts = self.accelerator.reduce(counts.to(self.args.device), reduction="sum").tolist()
+        names = ["tau", *(f"tau_{kind}" for kind in kinds)]
+        return {
+            f"{prefix}_{name}": round(tokens / rounds, 4) for name, (tokens, rounds) in zip(names, counts) if rounds
+        }
+
+    @contextmanager
+    def _as_it_is_saved(self) -> Iterator[nn.Module]:
+        """The drafter as a user will load it: in evaluation, without the autocast that mixed precision puts round its
+        forward."""
+        drafter = self._unwrapped
+        was_training, prepared = drafter.training, vars(drafter).get("forward")
+        if "_original_forward" in vars(drafter):  # left there by accelerate
+            drafter.forward = drafter._original_forward
+        drafter.eval()
+        try:
+            yield drafter
+        finally:
+            if "_original_forward" in vars(drafter):
+                drafter.forward = prepared
+            drafter.train(was_training)
+
+    @property
+    def _is_sharded(self) -> bool:
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
+
+    # -- going on, checkpoints, the Hub ------------------------------------------------------------------------------
+
+    def call_model_init(self, trial=None):
+        drafter = super().call_model_init(trial)
+        _check_drafter(drafter, self.target, self.args.device)
+        return drafter
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """As upstream; `resume_from_checkpoint=True` passes over a checkpoint that a kill cut short."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"resume_from_checkpoint is True and {self.args.output_dir} holds no whole checkpoint; leave it "
+                    "out to start anew."
+                )
+        if not self.is_deepspeed_enabled:  # which holds the weights itself from its first step on
+            _use_float32(self.model)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _run_epoch(self, *args, **kwargs):
+        # Upstream looks at the limit only behind a step, so a run that is resumed at its end would train one more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:
+            # The state is written last and says that the rest is whole; an older run's must not say it for this one.
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if is_whole(folder):
+                raise  # it was the upload that failed, or the removal of older ones
+            shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(
+                f"{folder} could not be written ({error}); what there was of it is removed. Mend that (is the disk "
+                f"full?), then go on from {last_whole_checkpoint(folder.parent) or 'the start'}."
+            ) from error
+
+    def _push_from_checkpoint(self, checkpoint_folder: str):
+        # Upstream copies weights and config, which name the code as theirs.
+        if self.is_world_process_zero():
+            write_code(self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _set_signature_columns_if_needed(self):
+        # remove_unused_columns goes by these; the drafter's forward names none of a row's columns.
+        if self._signature_columns is None:
+            self._signature_columns = ["input_ids", "attention_mask", "loss_mask", "row", "id"]
+
+
+def _check_drafter(drafter: nn.Module, target: PreTrainedModel, device: torch.device):
+    """Raises where this drafter cannot be trained for this target, or not here; and upcasts it."""
+    check_pairing(drafter, target)
+    _check_attention(drafter, device)
+    _use_float32(drafter)
+
+
+def _use_float32(drafter: nn.Module):
+    """Upcasts a drafter whose trainable weights are in half precision."""
+    half = {p.dtype for p in drafter.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
+    if half:
+        logger.warning(
+            f"The drafter's weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in half))} and "
+            "are trained in float32, since most updates are smaller than half precision can add. Set bf16=True to "
+            "compute in bfloat16; drafter.to(torch.bfloat16).save_pretrained(...) saves in it."
+        )
+        drafter.float()
+
+
+def _check_attention(drafter: nn.Module, device: torch.device):
+    implementation = drafter.config._attn_implementation
+    cure = "load the drafter with attn_implementation='sdpa'."
+    if "flash" in implementation:
+        raise ValueError(f"attn_implementation={implementation!r} takes no mask of many blocks; {cure}")
+    if implementation == "flex_attention" and device.type == "cpu":
+        raise ValueError(f"attn_implementation='flex_attention' has no gradients on a CPU; {cure}")
+
+
+def _check_rows(dataset, name: str):
+    """Raises unless some row of a dataset (or of each, where there are several) has an anchor. Reads up to the first
+    that has one."""
+    if isinstance(dataset, dict):
+        for key, one in dataset.items():
+            _check_rows(one, f"{name}[{key!r}]")
+        return
+    if dataset is None or not hasattr(dataset, "__len__"):
+        return  # a stream is looked at as it comes
+    if not len(dataset):
+        raise ValueError(f"{name} is empty; give rows of `retrace-hf prepare`.")
+    RetraceDataCollator.check_columns(dataset[0], name)
+    for number in range(len(dataset)):
+        mask = dataset[number]["loss_mask"]
+        if any(a and b for a, b in zip(mask, mask[1:])):
+            return
+    raise ValueError(
+        f"No row of {name} has two answer tokens in a row (column 'loss_mask'), so there is nothing to learn from it; "
+        "make the rows with `retrace-hf prepare`, and look whether max_length cuts the answers away."
+    )
 
 
 def _split_trajectory_group(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float):
