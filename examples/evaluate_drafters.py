@@ -339,17 +339,17 @@ def main():
         results[f"acceptance_length_over_{args.baseline}"] = ratios_over(args.baseline, played, kinds)
     if args.generate is not None:
         chosen = first_of_each_kind(rows, args.generate_limit)
-        # Seconds belong to a machine and to a state of the code, too.
+        # Seconds belong to a machine, and seconds and texts to a state of the code.
         run = provenance([], threads=torch.get_num_threads(), name=args.generate)
         del run["command"]
-        kept = KeptLines(f"{args.output}.generate.jsonl", {**key, **drafter_key(described[args.generate]), **run})
+        kept_under = {**key, **drafter_key(described[args.generate]), **run}
+        kept = KeptLines(f"{args.output}.generate.jsonl", kept_under)
         answered = generate_all(args, target, chosen, kept)
         generated = summarize_generated(answered, chosen)
         compared, texts = list(chosen), list(answered[args.generate])
         if args.generate_rest:
             rest = [row for row in rows if row["id"] not in {r["id"] for r in chosen}]
-            # Without seconds in it, only weights and options say which run a line belongs to.
-            kept = KeptLines(f"{args.output}.rest.jsonl", {**key, **drafter_key(described[args.generate])})
+            kept = KeptLines(f"{args.output}.rest.jsonl", kept_under)
             texts += generate_rest(args, target, rest, answers, kept)
             compared += rest
         by_id = {row["id"]: stats for row, stats in zip(rows, played[args.generate])}

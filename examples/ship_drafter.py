@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from retrace_hf import RetraceDrafter
+from retrace_hf.configuration_retrace import PROPOSALS
 from retrace_hf.files import write_text
 from retrace_hf.terminal import run_command
 
@@ -55,8 +56,10 @@ DFlash generator on this drafter's weights. All figures, with the acceptance at 
 {notes}"""
 
 
-def ship_weights(run: Path, folder: Path):
+def ship_weights(run: Path, folder: Path, proposal: str | None):
     drafter = RetraceDrafter.from_pretrained(run, dtype=torch.float32)
+    if proposal is not None:
+        drafter.config.proposal = proposal
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         drafter.half().save_pretrained(temporary)
@@ -156,10 +159,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", type=Path, help="folder of the trained drafter")
     parser.add_argument("folder", type=Path, help="folder to ship it in")
+    parser.add_argument("--proposal", choices=PROPOSALS, help="what it proposes under sampling; as it was by default")
     parser.add_argument("--results", type=Path, help="results.json to ship, with the card made from it")
     args = parser.parse_args()
     if args.run is not None:
-        ship_weights(args.run, args.folder)
+        ship_weights(args.run, args.folder, args.proposal)
     if args.results is not None:
         ship_results(args.results, args.folder)
 

@@ -58,7 +58,7 @@ arm gated gated
 arm overwrite overwrite
 
 # -- ship, then measure what is shipped --------------------------------------------------------------------------------
-"$PYTHON" examples/ship_drafter.py "$RUNS/corrected" "$CARD"
+"$PYTHON" examples/ship_drafter.py "$RUNS/corrected" "$CARD" --proposal sample
 "$PYTHON" examples/evaluate_drafters.py --output "$RUNS/results.json" --arm stage1="$RUNS/stage1" \
     --arm sft="$RUNS/sft" --arm overwrite="$RUNS/overwrite" --arm gated="$RUNS/gated" --arm corrected="$CARD" \
     --generate corrected --generate-limit 16 --generate-rest
