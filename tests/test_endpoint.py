@@ -189,9 +189,14 @@ def test_what_is_asked(server):
 def test_trouble_is_tried_again(server):
     (undisturbed,) = ask(answers(server))
     for plan in (["hang"], ["broken", "other", "cut"], ["wait"], [(500, "no"), (502, "no"), (408, "no")]):
-        server.plan, started = list(plan), time.monotonic()
+        server.plan, server.requests = list(plan), []
         assert ask(answers(server)) == [undisturbed]
-        assert time.monotonic() - started >= {"hang": 1.0, "wait": 0.4}.get(plan[0], 0.02 + 0.04)
+        came = [moment for moment, _ in server.requests]
+        assert len(came) == len(plan) + 1
+        for wait, before, after in zip(
+            {"hang": [1.0], "wait": [0.4]}.get(plan[0], [0.02, 0.04, 0.08]), came, came[1:]
+        ):
+            assert after - before >= wait
     # A server that knows no token ids at all is asked without.
     server.plan, server.token_ids = [(400, "Unrecognized request argument: return_token_ids")], False
     answer = answers(server)
