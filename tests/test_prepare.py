@@ -597,6 +597,7 @@ def test_killed_runs_end_as_an_undisturbed_one(home, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_killed_commands_end_as_an_undisturbed_one(home, tmp_path):
     source = write_lines(tmp_path / "p.jsonl", *(conversation(i, turns=1 + i % 3) for i in range(60)))
     command = [sys.executable, "-m", "retrace_hf.cli", "prepare", source, "--target", home / "target"]
