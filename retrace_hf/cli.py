@@ -1,5 +1,8 @@
 """The command `retrace-hf`."""
 
+import json
+import sys
+
 from .terminal import run_command
 
 
@@ -29,6 +32,51 @@ def demo(
     from .demo import demo as run  # torch and transformers take a second; --help should not
 
     run(drafter, target, max_new_tokens, threads)
+
+
+@app.command()
+def prepare(
+    source: str = typer.Argument(help="Hub dataset id, folder, .jsonl, .jsonl.gz, .json or .parquet file."),
+    output_dir: str = typer.Option(..., help="Folder for the data; made if missing."),
+    target: str = typer.Option("HuggingFaceTB/SmolLM2-135M-Instruct", help="Hub id or folder of the target."),
+    split: str = typer.Option("train", help="Split of a dataset."),
+    config: str | None = typer.Option(None, help="Config of a dataset."),
+    column: str | None = typer.Option(None, help="Texts or messages; messages, conversations or prompt if left out."),
+    limit: int | None = typer.Option(None, help="Rows read at most."),
+    system_prompt: str | None = typer.Option(None, help="For conversations that have none of their own."),
+    keep_answers: bool = typer.Option(False, "--keep-answers", help="The data's answers are the target's already."),
+    dtype: str = typer.Option("float32", help="dtype of the target: float32, bfloat16 or float16."),
+    device: str = typer.Option("cpu", help="Where the target runs."),
+    batch_size: int = typer.Option(16, help="Prompts answered at once."),
+    endpoint: str | None = typer.Option(None, help="URL of an OpenAI-compatible server that runs the target."),
+    model: str | None = typer.Option(None, help="The target's name on the server; its only one if left out."),
+    api_key_env: str = typer.Option("OPENAI_API_KEY", help="Environment variable with the server's API key."),
+    concurrency: int = typer.Option(32, help="Requests to the server at once."),
+    request_timeout: float = typer.Option(600.0, help="Seconds to wait for the server."),
+    retries: int = typer.Option(5, help="How often a request to the server is sent again."),
+    max_new_tokens: int = typer.Option(224, help="Tokens of an answer at most."),
+    temperature: float = typer.Option(0.0, help="0 is greedy."),
+    top_p: float = typer.Option(1.0, help="With a temperature."),
+    top_k: int = typer.Option(0, help="With a temperature; 0 keeps all."),
+    seed: int = typer.Option(0, help="With a temperature."),
+    enable_thinking: bool | None = typer.Option(
+        None, "--enable-thinking/--no-enable-thinking", help="For the chat template; its own default if left out."
+    ),
+    max_length: int | None = typer.Option(None, help="Tokens kept of a row."),
+    shard_size: int = typer.Option(256, help="Prompts of a shard; an interrupt loses one at most."),
+):
+    """Let the target answer prompts, and make tokens with loss masks of it. A stopped run goes on when repeated."""
+    options = dict(locals())
+    try:
+        from .data.prepare import PrepareOptions
+        from .data.prepare import prepare as run
+
+        counts = run(PrepareOptions(**options))
+    except KeyboardInterrupt:
+        print("retrace-hf: stopped; what is written is kept, and the same command goes on.", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(json.dumps(counts, ensure_ascii=False))
+    print(f"To train on it: python examples/train_retrace.py --responses {output_dir}/tokens_*.jsonl.gz ...")
 
 
 def main():

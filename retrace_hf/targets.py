@@ -19,7 +19,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,35 @@ def load_target(
     else:
         model, tokenizer = _load_by_id(name, dtype)
     return model.to(device).eval(), tokenizer
+
+
+def load_target_tokenizer(name_or_path: str | Path = DEFAULT_TARGET):
+    """
+    A target's tokenizer and generation config, without its weights where that can be.
+
+    Args:
+        name_or_path (`str` or `Path`, *optional*, defaults to `"HuggingFaceTB/SmolLM2-135M-Instruct"`):
+            As for [`load_target`].
+
+    Returns:
+        `tuple[PreTrainedTokenizerBase, GenerationConfig]`: the tokenizer, and what `generate()` goes by.
+
+    Raises:
+        `OSError`: there is no such folder or repository, or no tokenizer in it.
+    """
+    name = folder = str(name_or_path)
+    if not os.path.isdir(name) and _why_no_hub(name) is not None:
+        try:
+            folder = snapshot_download(name, local_files_only=True)
+        except (OSError, HFValidationError):
+            model, tokenizer = load_target(name)
+            return tokenizer, model.generation_config
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.name_or_path = name
+    try:
+        return tokenizer, GenerationConfig.from_pretrained(folder)
+    except OSError:  # an old repository; its end token is the tokenizer's
+        return tokenizer, GenerationConfig(eos_token_id=tokenizer.eos_token_id)
 
 
 def _load_saved(name: str, dtype: torch.dtype):

@@ -149,3 +149,22 @@ def letters_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = Split(Regex(".."), "isolated")
     tokenizer.decoder = Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+LETTERS_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def letters_chat_target(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A tiny target that chats in letters and ends some answers, with the eos token or with another, `<|eot|>`."""
+    tokenizer = letters_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
+    tokenizer.add_tokens(["<|system|>", "<|user|>", "<|assistant|>", "<|eot|>"], special_tokens=True)
+    tokenizer.chat_template = LETTERS_TEMPLATE
+    ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|eot|>"])
+    target = tiny_target("llama", seed=seed, vocab_size=len(tokenizer), eos_token_id=ends)
+    with torch.no_grad():
+        target.get_output_embeddings().weight[ends] *= 2.0
+    return target, tokenizer

@@ -142,15 +142,20 @@ def render_prompt(tokenizer, messages: list[dict], **chat_template_kwargs) -> li
     Raises:
         `ValueError`: the tokenizer has no chat template.
     """
+    check_chat_template(tokenizer)
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
+    )
+    return list(encoded["input_ids"])
+
+
+def check_chat_template(tokenizer):
+    """Raises `ValueError` if the tokenizer has none."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so the prompt cannot be rendered as the "
             "target sees it. Load the tokenizer of an instruction-tuned target, or set tokenizer.chat_template."
         )
-    encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
-    )
-    return list(encoded["input_ids"])
 
 
 def _check_new_id(row_id: str, seen: dict[str, int], line_number: int, where: str):
