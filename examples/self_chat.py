@@ -43,6 +43,8 @@ class Arguments:
 
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    if args.answered and args.prompts is None:
+        raise ValueError("--answered goes with --prompts.")
     target, tokenizer = load_target(args.target, dtype=getattr(torch, args.dtype), device=args.device)
     sizes = {"batch_size": args.batch_size, "length": args.length, "seed": args.seed}
     prompts = None

@@ -235,7 +235,9 @@ class RetraceCandidateGenerator(CandidateGenerator):
             # prefill's rows, the context has a gap there.
             unread = cached - kept.tokens.shape[1]
             slides = any(layer.is_sliding for layer in self._target_cache.layers)
-            if unread > 0 and not slides and not self._returns_rows():
+            # Keys that were rotated by other frequencies would not come back as they were.
+            grows = rope_limits(self.target.config.get_text_config(decoder=True))
+            if unread > 0 and not slides and not grows and not self._returns_rows():
                 self._target_cache.crop(-unread)
                 cached -= unread
         self.generation_config._retrace_verified = self._unseen + cached
@@ -253,6 +255,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
             inputs = self._prompt_inputs(input_ids, model_kwargs, cached, input_ids.shape[1])
             inputs.pop("logits_to_keep", None)  # the loop's own is for what it reads
             self.model_kwargs_overrides = inputs | self._capture
+        elif cache is not None:
+            self.model_kwargs_overrides = self._capture | {"cache": cache}  # as in `_prompt_inputs`
 
     def _returns_rows(self) -> bool:
         """Whether the call returns something with a row for each token of a pass."""
@@ -284,7 +288,9 @@ class RetraceCandidateGenerator(CandidateGenerator):
         for key in ("attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
             if kwargs.get(key) is not None:
                 kwargs[key] = kwargs[key][..., :end]
-        return self.target.prepare_inputs_for_generation(input_ids[:, start:end], is_first_iteration=True, **kwargs)
+        inputs = self.target.prepare_inputs_for_generation(input_ids[:, start:end], is_first_iteration=True, **kwargs)
+        inputs["cache"] = model_kwargs["cache"]  # Phi-3 drops it where its frequencies change; so does not the loop
+        return inputs
 
     def _rejected(self, hidden_states, first_rejected: int, num_verified: int) -> RejectedTrajectory | None:
         """What the last round leaves for this one; `None` without a last round, and where nothing lies behind the
@@ -739,15 +745,24 @@ def check_inputs(
 def _check_rope(target, past: int, input_ids: torch.LongTensor, generation_config, model_kwargs) -> None:
     """A target whose rotary frequencies change with the length of the text gives the tokens of a block those of its
     last one. So a call may not reach the length where they change."""
-    for kind, limit in rope_limits(target.config.get_text_config(decoder=True)):
-        start = int(model_kwargs["position_ids"].max()) + 1
-        end = start + generation_config.max_length - input_ids.shape[1]
+    limits = rope_limits(target.config.get_text_config(decoder=True))
+    if not limits:
+        return
+    positions = model_kwargs.get("position_ids")
+    start = input_ids.shape[1] if positions is None else int(positions.max()) + 1
+    end = start + generation_config.max_length - input_ids.shape[1] - 1  # the last token is never read
+    # Where the text stands that the cache holds; without one, where the prompt ends, which is read in one pass.
+    read = start
+    if past:
+        read -= input_ids.shape[1] - cached_prefix_length(input_ids, generation_config, model_kwargs)
+    for kind, limit in limits:
         # LongRoPE changes once; behind that it is as any other.
-        if end > limit and not (kind == "longrope" and limit < (past or start)):
-            shorter = f"set max_new_tokens to {limit - start} at most, or " if start < limit else ""
+        if end > limit and not (kind == "longrope" and limit < read):
+            shorter = f"set max_new_tokens to {limit - start + 1} at most, or " if start <= limit else ""
             raise ValueError(
-                f"The target's rope_type {kind!r} changes its frequencies above {limit} tokens, and this call may go "
-                f"up to {end}: a block would not get those of its tokens; {shorter}generate without assistant_model."
+                f"The target's rope_type {kind!r} changes its frequencies above {limit} tokens, and this call may "
+                f"read up to {end}: a block would not get those of its tokens; {shorter}generate without "
+                "assistant_model."
             )
 
 

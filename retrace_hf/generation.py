@@ -26,7 +26,8 @@ def install_generate_hook() -> None:
     Four methods of `GenerationMixin` are wrapped, each for what it alone knows: `_extract_generation_mode_kwargs` sees
     a decoding loop of the user's, `_validate_generation_mode` the options before anything has run,
     `_assisted_decoding` the stopping criteria and the cache, `_get_candidate_generator` chooses. A call without such
-    an assistant, or with `speculation_type="dflash"`, goes to transformers' own methods unchanged.
+    an assistant, or with `speculation_type="dflash"`, goes to transformers' own methods unchanged; only a function as
+    `custom_generate`, which would drop any assistant in silence, is refused for that too.
 
     Drafters loaded with `trust_remote_code` bring copies of this code, which may be older or newer. Each copy wraps
     the methods once and serves the drafters of its own classes; an assistant of no copy is served by the first.

@@ -45,11 +45,11 @@ class RetraceRotaryEmbedding(Qwen3RotaryEmbedding):
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
 
     def forward(self, x: torch.Tensor, position_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        inv_freq, scaling = self.inv_freq, self.attention_scaling
-        if self.rope_type in GROWING_ROPES:
-            # Qwen3's writes these into its buffers, where they outlast the call and meet those of another thread.
-            length = int(position_ids.max()) + 1
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, x.device, seq_len=length)
+        if self.rope_type not in GROWING_ROPES:
+            return super().forward(x, position_ids)
+        # Qwen3's writes these into its buffers, where they outlast the call and meet those of another thread.
+        length = int(position_ids.max()) + 1
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, x.device, seq_len=length)
         angles = position_ids[..., None].float() * inv_freq.to(device=x.device, dtype=torch.float)
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)

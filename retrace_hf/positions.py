@@ -28,7 +28,8 @@ def rope_limits(config) -> list[tuple[str, int]]:
     """The [`GROWING_ROPES`] of a text config, each with the length above which its frequencies change."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [entry for entry in rope.values() if isinstance(entry, dict)]
-    growing = [kind for kind in kinds if kind.get("rope_type") in GROWING_ROPES]
+    # With `alpha` (HunYuan) "dynamic" is a fixed scale.
+    growing = [kind for kind in kinds if kind.get("rope_type") in GROWING_ROPES and not kind.get("alpha")]
     return [
         ("longrope", kind["original_max_position_embeddings"])
         if kind["rope_type"] == "longrope"

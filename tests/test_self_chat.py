@@ -133,8 +133,9 @@ def test_users_start_with_the_prompts_given(smollm2, tmp_path):
         assert all(greedy[s - 1 : e - 1] == row["input_ids"][s:e] for s, e in row["answers"])
     assert [turns[0] for turns in said] == prompts[:4]
     assert said[0][1] == prompts[4] and said[1][1] not in prompts
-    with pytest.raises(ValueError, match="other settings"):
-        self_chat(target, tokenizer, tmp_path, num_tokens=2 * 2 * LENGTH, prompts=prompts[:4], **options)
+    for size, others in ((2, prompts[:4]), (3, prompts)):
+        with pytest.raises(ValueError, match="other settings"):
+            self_chat(target, tokenizer, tmp_path, num_tokens=size * 2 * LENGTH, prompts=others, **options)
 
 
 def test_bad_arguments(smollm2, tmp_path, monkeypatch):
@@ -147,6 +148,10 @@ def test_bad_arguments(smollm2, tmp_path, monkeypatch):
         self_chat(target, tokenizer, tmp_path / "b", num_tokens=10, length=10_000, batch_size=1)
     with pytest.raises(ValueError, match=r"Unknown options \['warmth'\]"):
         self_chat(target, tokenizer, tmp_path / "b", num_tokens=10, warmth=1)
+    bad = (([], "prompts is empty"), (["Hi", ""], "Prompt 1 has 0"), (["a b " * 99], "Prompt 0 has"))
+    for prompts, message in bad:
+        with pytest.raises(ValueError, match=message):
+            self_chat(target, tokenizer, tmp_path / "b", num_tokens=10, length=128, prompts=prompts)
     assert not list(tmp_path.iterdir())  # nothing is claimed by a call that could not start
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="no chat template"):

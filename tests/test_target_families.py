@@ -173,36 +173,69 @@ ROPES = {
 }
 
 
-def growing_target(kind):
+def growing_target(kind, family="llama"):
     """A target whose rotary frequencies change above 40 tokens."""
     rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
-    return tiny_target("llama", rope_parameters=rope, max_position_embeddings=40 if kind == "dynamic" else 160)
+    length = {"max_position_embeddings": 40 if kind == "dynamic" else 160}
+    if family == "phi3":
+        length["original_max_position_embeddings"] = 40
+    return tiny_target(family, rope_parameters=rope, **length)
 
 
-@pytest.mark.parametrize("kind", ROPES)
-def test_rotary_frequencies_that_change_with_the_length(kind):
+GROWING = [("dynamic", "llama"), ("longrope", "llama"), ("longrope", "phi3")]
+
+
+@pytest.mark.parametrize("kind, family", GROWING)
+def test_rotary_frequencies_that_change_with_the_length(kind, family):
     """A block is served where all of its tokens have the same ones, and refused where they would not."""
-    target, ran = growing_target(kind), []
+    target, ran = growing_target(kind, family), []
     check_equal(target, prompt_of(40 - NEW_TOKENS))
     drafter, cache = randomize(tiny_drafter(target)), DynamicCache(config=target.config)
+    # The last token is never read.
+    assert torch.equal(plain(target, prompt_of(20), 21), plain(target, prompt_of(20), 21, assistant_model=drafter))
     first = plain(target, prompt_of(20), 20, cache=cache)
     text = torch.cat([first, prompt_of(7, seed=9)], dim=1)
     handle = target.register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(ValueError, match=f"{kind}' changes .* above 40 tokens.* to 41: .*tokens to 20 at most"):
-        plain(target, prompt_of(20), 21, assistant_model=drafter)
+    with pytest.raises(ValueError, match=f"{kind}' changes .* above 40 tokens.* to 41: .*tokens to 21 at most"):
+        plain(target, prompt_of(20), 22, assistant_model=drafter)
     with pytest.raises(ValueError, match=f"{kind}' changes .* above 40 tokens.*generate without assistant_model"):
         plain(target, text, 10, assistant_model=drafter, cache=cache)
     padded, mask = torch.cat([torch.zeros(1, 9, dtype=torch.long), prompt_of(20)], dim=1), torch.ones(1, 29)
     mask[:, :9] = 0
-    with pytest.raises(ValueError, match="max_new_tokens to 20 at most"):
-        plain(target, padded, 21, assistant_model=drafter, attention_mask=mask.long())
+    with pytest.raises(ValueError, match="max_new_tokens to 21 at most"):
+        plain(target, padded, 22, assistant_model=drafter, attention_mask=mask.long())
+    # Padding in the cache is no text: this one still stands below the change.
+    warm = DynamicCache(config=target.config)
+    padded, mask = torch.cat([padded[:, :1].repeat(1, 30), prompt_of(15)], dim=1), torch.ones(1, 45)
+    mask[:, :30] = 0
+    filled = plain(target, padded, 3, attention_mask=mask.long(), cache=warm)
+    ran.clear()
+    with pytest.raises(ValueError, match=f"{kind}' changes"):
+        longer = torch.cat([mask, torch.ones(1, 3)], dim=1).long()
+        plain(target, filled, 60, assistant_model=drafter, attention_mask=longer, cache=warm)
     assert not ran
     handle.remove()
     if kind == "longrope":  # above the change it is as any other
         check_equal(target, prompt_of(47))
+        check_equal(target, prompt_of(100), prefill_chunk_size=45)
     else:
         with pytest.raises(ValueError, match=f"{kind}' changes"):
             plain(target, text, 10, assistant_model=drafter)
+
+
+def test_keys_from_below_the_change_are_not_made_anew_above_it():
+    """Turn 1 drafts below the length, turn 2 crosses it without a drafter, turn 3 drafts again: the cache's last rows
+    were rotated as those of a short text."""
+    target = growing_target("longrope")
+    drafter = randomize(tiny_drafter(target))
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        cache, text = DynamicCache(config=target.config), prompt_of(20)
+        for new_tokens, options in ((15, assistant), (20, {}), (15, assistant)):
+            text = plain(target, text, new_tokens, cache=cache, **options)
+            text = torch.cat([text, prompt_of(3, seed=new_tokens)], dim=1)
+        texts.append(text)
+    assert torch.equal(*texts)
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

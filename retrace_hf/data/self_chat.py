@@ -239,13 +239,14 @@ def self_chat(
     unknown = set(options) - (set(inspect.signature(chat_rows).parameters) - {"prompts"})
     if unknown:
         raise ValueError(f"Unknown options {sorted(unknown)}; those of chat_rows are taken.")
+    words = None if prompts is None else _user_turns(tokenizer, prompts, length - template)
     path = Path(path)
+    shards = -(-num_tokens // (batch_size * length))
     settings = {"batch_size": batch_size, "length": length, "seed": seed, "target": target_fingerprint(target)}
     if prompts is not None:
-        settings["prompts"] = hashlib.sha256("\0".join(prompts).encode()).hexdigest()
+        # Dealt out over all shards, so their number is part of what each holds.
+        settings |= {"prompts": hashlib.sha256("\0".join(prompts).encode()).hexdigest(), "shards": shards}
     claim_folder(path, {**settings, **options})
-    shards = -(-num_tokens // (batch_size * length))
-    words = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts or ()]
     device = target.get_input_embeddings().weight.device
     implementation, was_training = target.config._attn_implementation, target.training
     counts = {"rows": 0, "tokens": 0, "answer_tokens": 0}
@@ -258,7 +259,7 @@ def self_chat(
             if not file.is_file():
                 generator = mixed_generator(seed, shard, device=device)
                 chats = range(shard * batch_size, (shard + 1) * batch_size)
-                own = [words[i :: shards * batch_size] for i in chats]
+                own = None if words is None else [words[i :: shards * batch_size] for i in chats]
                 rows = chat_rows(target, tokenizer, batch_size, length, generator, own, **options)
                 named = ({"id": f"self-{seed}-{shard}-{i}", "source": "self-chat", **r} for i, r in enumerate(rows))
                 write_responses(named, file)
@@ -271,3 +272,16 @@ def self_chat(
             target.set_attn_implementation(implementation)
         target.train(was_training)
     return counts
+
+
+def _user_turns(tokenizer, prompts: Sequence[str], room: int) -> list[list[int]]:
+    """The prompts as tokens. Raises where one is empty or leaves no room for an answer, and where there are none."""
+    if not prompts:
+        raise ValueError("prompts is empty; leave it out where the target is to speak for the user from the start.")
+    turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
+    for i, words in enumerate(turns):
+        if not 0 < len(words) < room - len(ChatTemplateParts(tokenizer).after_user):
+            raise ValueError(
+                f"Prompt {i} has {len(words)} tokens; it must have some, and leave room for an answer within length."
+            )
+    return turns
