@@ -12,6 +12,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, set_seed
 
 from retrace_hf import RetraceTrainer
@@ -67,6 +68,7 @@ def train(
     )
     with saving_on_interrupt(trainer) as stopped:
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder) if resume else None)
+    assert isinstance(next(trainer.model.parameters()), DTensor) == fsdp
     if not stopped.asked:
         trainer.save_model()
         trainer.save_state()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -15,13 +16,15 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
+from transformers import HfArgumentParser
 from transformers.integrations import deepspeed as deepspeed_state
 
-from retrace_hf import RetraceDrafter, RetraceTrainer
+from retrace_hf import RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
 from retrace_hf.training import loading_whole, sharding
 
 from .distributed_worker import train
 from .fixtures import prompt_of, tiny_drafter, tiny_target
+from .test_packaging import code_blocks
 from .test_trainer import arguments, without_answer
 
 
@@ -178,6 +181,26 @@ def test_accelerate_launch_reads_the_shipped_configs(name, kind, processes):
         assert environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "auto"
 
 
+def test_the_readmes_commands_for_many_gpus_are_understood():
+    """By the launcher and by the script; a step is 32 prompts, as in the papers."""
+    (block,) = [block for block in code_blocks("bash") if "accelerate launch" in block]
+    shell = 'accelerate() { printf "%s\\n" "$@" END; }\n'
+    printed = subprocess.run(
+        ["bash", "-c", shell + block], capture_output=True, text=True, cwd=ROOT, check=True
+    ).stdout
+    commands = [command.split("\n")[:-1] for command in printed.split("END\n")[:-1]]
+    assert [command[0] for command in commands] == ["launch", "launch"]
+    script = runpy.run_path(str(ROOT / "examples" / "train_retrace.py"))
+    for command, drafter in zip(commands, ("z-lab/Qwen3-8B-DFlash-b16", None)):
+        launch = launch_command_parser().parse_args(command[1:])
+        processes = load_config_from_file(str(ROOT / launch.config_file)).num_processes
+        assert launch.training_script == "examples/train_retrace.py"
+        parser = HfArgumentParser((script["ScriptArguments"], RetraceTrainingArguments))
+        options, args = parser.parse_args_into_dataclasses([*launch.training_script_args, "--use_cpu", "True"])
+        assert processes * args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
+        assert (options.target, options.init_from, args.bf16) == ("Qwen/Qwen3-8B", drafter, True)
+
+
 class DeepSpeed(types.ModuleType):
     """Notes what is sharded, and with what. It stands in for a package that needs GPUs."""
 
@@ -198,7 +221,7 @@ class DeepSpeed(types.ModuleType):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_zero3_shards_the_targets_body_and_leaves_its_head_whole(tmp_path, monkeypatch, tied):
-    deepspeed, target = DeepSpeed(), tiny_target("qwen3", tie_word_embeddings=tied)
+    deepspeed, target = DeepSpeed(), tiny_target("qwen3", tie_word_embeddings=tied).requires_grad_(False)
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
     head, args = target.get_output_embeddings().weight.clone(), arguments(tmp_path)
     args.deepspeed_plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 3}})
@@ -207,7 +230,7 @@ def test_zero3_shards_the_targets_body_and_leaves_its_head_whole(tmp_path, monke
     assert all(config["zero_optimization"]["stage"] == 3 for _, config in deepspeed.calls)
     kept = target.get_output_embeddings().weight
     assert torch.equal(kept, head) and not hasattr(kept, "ds_id") and not kept.requires_grad
-    with pytest.raises(ValueError, match="sharded by ZeRO-3 as they were read; load it, .* loading_whole"):
+    with pytest.raises(ValueError, match="sharded by ZeRO-3 as they were read; load it, .*loading_whole"):
         RetraceTrainer(tiny_drafter(target), target, args)
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-import matplotlib
+import matplotlib.axes
 import pytest
 import torch
 from peft import PeftModel

@@ -65,7 +65,7 @@ class RetraceTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "The collator needs columns no forward names."}
     )
-    include_num_input_tokens_seen: str | bool = field(
+    include_num_input_tokens_seen: str = field(
         default="non_padding", metadata={"help": "Tokens of text that are counted and logged: all, non_padding or no."}
     )
     num_anchors: int = field(default=512, metadata={"help": "Anchors drawn for each sequence and step."})
