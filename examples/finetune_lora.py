@@ -122,6 +122,7 @@ def print_table(before: dict, after: dict, source: str):
 
 def main():
     parser = HfArgumentParser((ScriptArguments, RetraceTrainingArguments))
+    parser.set_defaults(beta_warmup_steps=0)  # the drafter reads all of its signal already
     script, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
     with loading_whole(args) as device:

@@ -48,7 +48,7 @@ def curves(history: list[dict], metrics: list[str] | None, run: Path) -> dict[st
                     )
                 found.setdefault(name, []).append((entry[TOKENS], value))
     if not found:
-        names = ", ".join(metrics or DEFAULT.split("|"))
+        names = ", ".join(metrics or ["eval_tau", "tau_fresh", "tau_carried_*"])
         raise ValueError(f"{run} logged none of {names}; set --logging_steps and --eval_steps smaller, or --metrics.")
     return found
 

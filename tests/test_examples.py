@@ -239,6 +239,8 @@ def test_a_lora_alone_on_its_base_and_merged(folder, traffic, run, tmp_path, cap
     assert not (lora / "model.safetensors").exists()
     adapter, whole = lora / "adapter_model.safetensors", merged / "model.safetensors"
     assert adapter.stat().st_size < whole.stat().st_size / 2
+    # A drafter that has read its signal already goes on reading all of it.
+    assert torch.load(lora / "training_args.bin", weights_only=False).beta_warmup_steps == 0
     note = json.loads((lora / "tau.json").read_text())
     assert set(note["before"]) == set(note["after"]) == {"chat", "math", "all"}
     assert [note["before"][kind]["prompts"] for kind in ("chat", "math", "all")] == [1, 1, 2]

@@ -606,10 +606,10 @@ def test_beta_rises_in_a_trajectory_that_peft_trains_whole(target, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["trajectory"])
-    wrapped = get_peft_model(tiny_drafter(target), lora)
+    wrapped = randomize(get_peft_model(tiny_drafter(target), lora))
     before = {name: p.detach().clone() for name, p in wrapped.named_parameters()}
-    make_trainer(wrapped, target, tmp_path, rows_of(target), max_steps=2, beta_warmup_steps=4).train()
-    assert wrapped.trajectory.modules_to_save["default"].beta == 0.25
+    make_trainer(wrapped, target, tmp_path, rows_of(target), max_steps=4, beta_warmup_steps=4).train()
+    assert wrapped.trajectory.modules_to_save["default"].beta == 0.75
     moved = {name for name, p in wrapped.named_parameters() if not torch.equal(p, before[name])}
     assert moved and moved == {name for name, p in wrapped.named_parameters() if p.requires_grad}
 

@@ -2,16 +2,11 @@
 
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from transformers import Trainer, TrainerCallback
-
-
-# A terminal sends Ctrl-C to all processes, and torchrun and `accelerate launch` send it on to theirs once more.
-ONE_PRESS_SECONDS = 1.0
 
 
 class SaveOnInterrupt(TrainerCallback):
@@ -20,13 +15,8 @@ class SaveOnInterrupt(TrainerCallback):
 
     def __init__(self):
         self.asked = False
-        self._last = -ONE_PRESS_SECONDS
 
     def ask(self, *_):
-        now = time.monotonic()
-        echo, self._last = now - self._last < ONE_PRESS_SECONDS, now
-        if echo:
-            return
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
