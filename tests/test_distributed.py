@@ -69,7 +69,8 @@ def start(folder: Path, runs: list[dict], fails: bool = False, **env: str) -> st
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
 
 
 def history(folder: Path) -> list[dict]:
@@ -125,6 +126,24 @@ def test_two_processes_save_resume_and_stop(rows, tmp_path):
     start(tmp_path, [{**started, "resume": True}])
     for name in ("resumed", "alone", "launcher"):
         assert_same(tmp_path / name, tmp_path / "whole", tolerance=0)
+
+
+@pytest.mark.slow
+def test_every_kind_of_run_is_the_same_in_two_processes(rows, tmp_path):
+    kinds = {
+        "lora": {"lora": True},
+        "checkpointed": {"activation_checkpointing": True},
+        "fresh rounds alone": {"num_carried_rounds": 0},
+        "control": {"drafter": {"conditioning": "none"}, "loss_type": "dpace", "soft_share": 0.3},
+        "accumulated": {"gradient_accumulation_steps": 2},
+        "muon": {"muon": True, "trajectory_learning_rate": 1e-3},
+    }
+    runs = [{**OPTIONS, "rows": rows, "folder": str(tmp_path / kind), **own} for kind, own in kinds.items()]
+    start(tmp_path, [{**run, "per_device_train_batch_size": 2} for run in runs])
+    for kind, run in zip(kinds, runs):
+        train(**{**run, "folder": str(tmp_path / "one" / kind)}, per_device_train_batch_size=4)
+        # Muon computes its updates in bfloat16.
+        assert_same(tmp_path / kind, tmp_path / "one" / kind, tolerance=1e-4 if kind == "muon" else 1e-5)
 
 
 # -- FSDP2 and ZeRO-3 ------------------------------------------------------------------------------------------------
