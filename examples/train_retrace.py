@@ -17,6 +17,10 @@ Held-out prompts are drafted while it trains, with the best checkpoint kept and 
     --eval_prompts examples/data/eval_prompts.jsonl --eval_strategy steps --eval_steps 100 --save_steps 100 \\
         --metric_for_best_model eval_tau --load_best_model_at_end True --early_stopping_patience 3
 
+On several GPUs, with one of the configs in examples/accelerate:
+
+    accelerate launch --config_file examples/accelerate/ddp.yaml examples/train_retrace.py ...
+
 A run that was stopped goes on with the same command. Ctrl-C finishes and saves the step.
 """
 
@@ -37,7 +41,7 @@ from retrace_hf.evaluation import write_results
 from retrace_hf.evaluation.results import command_line, file_hash, rounded
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
-from retrace_hf.training import last_whole_checkpoint, saving_on_interrupt
+from retrace_hf.training import last_whole_checkpoint, loading_whole, saving_on_interrupt
 
 
 MASK_TOKEN = "<empty_output>"  # an unused special token of SmolLM2
@@ -173,12 +177,14 @@ def main():
     if has_ended(folder, run):
         print(f"{folder} is finished; nothing is left to do.")
         return
-    print(f"Going on from {checkpoint}." if checkpoint else f"Starting anew: {folder} holds no whole checkpoint.")
+    if args.process_index == 0:
+        print(f"Going on from {checkpoint}." if checkpoint else f"Starting anew: {folder} holds no whole checkpoint.")
     set_seed(args.seed)
-    target, tokenizer = load_target(script.target, dtype=getattr(torch, script.target_dtype), device=args.device)
+    with loading_whole(args) as device:
+        target, tokenizer = load_target(script.target, dtype=getattr(torch, script.target_dtype), device=device)
+        drafter = make_drafter(script, target, tokenizer)
     dataset = tokenize_responses(script.responses, tokenizer, max_length=script.max_length, limit=script.limit)
     dataset = dataset.add_column("row", list(range(len(dataset))))
-    drafter = make_drafter(script, target, tokenizer)
 
     features = None
     if script.features_dir is not None:
@@ -210,7 +216,8 @@ def main():
     if interrupt.asked and trainer.state.global_step < trainer.state.max_steps:
         print(f"Stopped and saved at step {trainer.state.global_step}; the same command goes on.", file=sys.stderr)
         sys.exit(130)
-    print(json.dumps(metrics))
+    if trainer.is_world_process_zero():
+        print(json.dumps(metrics))
     trainer.save_state()
     trainer.save_model()
     keep_note(finished=True)

@@ -304,6 +304,10 @@ class RetraceDrafter(RetracePreTrainedModel):
             )
         return self.trajectory(noise_embeds, trajectory, corrected=conditioning == "corrected")
 
+    def get_input_embeddings(self) -> None:
+        """None: `generate()` lends it the target's. What asks (FSDP2 does) would otherwise fail."""
+        return None
+
     # -- where drafters come from ------------------------------------------------------------------------------------
 
     @classmethod

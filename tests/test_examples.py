@@ -1,6 +1,7 @@
 """The scripts a user copies, one after the other on a tiny target: chats, training, measuring, shipping."""
 
 import contextlib
+import gzip
 import io
 import json
 import re
@@ -10,11 +11,17 @@ import signal
 import sys
 from pathlib import Path
 
+import matplotlib.axes
 import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from retrace_hf import RetraceDrafter, RetraceTrainer
 
-from .fixtures import tiny_target
+from .fixtures import plain, prompt_of, tiny_target
+from .test_drafters import NEW_TOKENS, watched_proposals
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -207,3 +214,104 @@ def test_measuring_and_shipping(folder, run, tmp_path, monkeypatch):
     card = (tmp_path / "card" / "README.md").read_text()
     assert f"{results['variants']['corrected']['all']['acceptance_length']:.3f}" in card
     assert (tmp_path / "card" / "training.json").is_file() and not list((tmp_path / "card").glob("*.tmp.*"))
+
+
+# -- LoRA, and curves ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traffic(folder, tmp_path_factory):
+    """The chats, told apart into two kinds; and the arguments that fit a LoRA to one."""
+    folder, _ = folder
+    file = tmp_path_factory.mktemp("traffic") / "responses.jsonl"
+    with gzip.open(folder / "chats" / "self_chat_00000.jsonl.gz", "rt") as chats:
+        rows = [{**json.loads(line), "source": "chat" if i < 2 else "math"} for i, line in enumerate(chats)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["--target", folder / "target", "--drafter", folder / "corrected", "--responses", file, *STEPS]
+    return [*common, "--learning_rate", 0.05, "--logging_steps", 1, "--held_out", 1]
+
+
+def test_a_lora_alone_on_its_base_and_merged(folder, traffic, run, tmp_path, capsys):
+    """All three draft the same, otherwise than the base does, and the text is plain's."""
+    folder, _ = folder
+    lora, merged = tmp_path / "lora", tmp_path / "merged"
+    run("finetune_lora.py", *traffic, "--source", "math", "--output_dir", lora, "--merge", merged, "--lora_r", 2)
+    assert not (lora / "model.safetensors").exists()
+    adapter, whole = lora / "adapter_model.safetensors", merged / "model.safetensors"
+    assert adapter.stat().st_size < whole.stat().st_size / 2
+    # A drafter that has read its signal already goes on reading all of it.
+    assert torch.load(lora / "training_args.bin", weights_only=False).beta_warmup_steps == 0
+    note = json.loads((lora / "tau.json").read_text())
+    assert set(note["before"]) == set(note["after"]) == {"chat", "math", "all"}
+    assert [note["before"][kind]["prompts"] for kind in ("chat", "math", "all")] == [1, 1, 2]
+    printed = capsys.readouterr().out
+    assert re.search(rf"math +1 +{note['before']['math']['acceptance_length']:.3f} .*\(trained on\)", printed)
+
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+    prompt = prompt_of(20)
+    expected = plain(target, prompt, NEW_TOKENS)
+
+    def proposals(drafter):
+        with watched_proposals() as found:
+            assert torch.equal(plain(target, prompt, NEW_TOKENS, assistant_model=drafter.eval()), expected)
+        return found[target]
+
+    base = RetraceDrafter.from_pretrained(folder / "corrected")
+    before = proposals(base)
+    adapted = proposals(PeftModel.from_pretrained(base, lora))
+    assert adapted != before
+    for path in (lora, merged):
+        assert proposals(RetraceDrafter.from_pretrained(path)) == adapted
+
+
+def test_which_layers_a_lora_adapts(folder, traffic, run, tmp_path):
+    folder, _ = folder
+    base = RetraceDrafter.from_pretrained(folder / "corrected")
+    linear = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    fusion = {name for name in linear if name.startswith("trajectory.")}
+    assert len(fusion) == 3
+    for i, (options, expected) in enumerate(
+        (
+            ([], linear),
+            (["--lora_trajectory", "False"], linear - fusion),
+            (["--target_modules", "q_proj"], {name for name in linear if name.endswith("q_proj")} | fusion),
+        )
+    ):
+        out = tmp_path / str(i)
+        run("finetune_lora.py", *traffic, *options, "--source", "math", "--output_dir", out, "--max_steps", 1)
+        names = load_file(out / "adapter_model.safetensors")
+        assert {re.fullmatch(r"base_model\.model\.(.*)\.lora_[AB]\.weight", name)[1] for name in names} == expected
+
+
+def test_traffic_that_cannot_be_split(traffic, run, tmp_path):
+    run.fails("finetune_lora.py", *traffic, "--source", "maths", "--output_dir", tmp_path, message="are chat, math")
+    options = ["--source", "math", "--output_dir", tmp_path, "--held_out", 4]
+    run.fails("finetune_lora.py", *traffic, *options, message="leaves none of the 4 rows of math")
+
+
+def test_a_curve_of_tau_against_tokens(folder, traffic, run, tmp_path, monkeypatch):
+    """From a run's state and from a checkpoint's; what cannot be drawn is said."""
+    folder, _ = folder
+    run("finetune_lora.py", *traffic, "--source", "math", "--output_dir", tmp_path / "run", "--max_steps", 2)
+    seen, drawn = [], matplotlib.axes.Axes.plot
+    monkeypatch.setattr(
+        matplotlib.axes.Axes, "plot", lambda self, *a, **k: (seen.append((k["label"], *a)), drawn(self, *a, **k))[1]
+    )
+    run("plot_learning_curve.py", tmp_path / "run", "--output", tmp_path / "new" / "curve.png")
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"][:2]
+    tokens = tuple(entry["num_input_tokens_seen"] for entry in history)
+    assert 0 < tokens[0] < tokens[1]
+    assert [(name, x) for name, x, _ in seen] == [("tau_carried_1", tokens), ("tau_fresh", tokens)]
+    assert seen[1][2] == tuple(entry["tau_fresh"] for entry in history)
+    assert (tmp_path / "new" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "run" / "trainer_state.json").unlink()
+    two = [tmp_path / "run", folder / "corrected" / "checkpoint-4"]
+    run.fails("plot_learning_curve.py", *two, "--output", tmp_path / "b.png", message="logged none of eval_tau")
+    both = [two[0], two[0] / "checkpoint-2" / "trainer_state.json"]
+    run("plot_learning_curve.py", *both, "--output", tmp_path / "b.png")
+    assert (tmp_path / "b.png").is_file()
+    run.fails("plot_learning_curve.py", tmp_path, message="no trainer_state.json and no whole checkpoint")
+    run.fails("plot_learning_curve.py", tmp_path, "--output", "x.pdf", message="must end in .png")
+    old = {"log_history": [{"tau_fresh": 2.0, "step": 1}]}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    run.fails("plot_learning_curve.py", tmp_path / "old.json", message="without num_input_tokens_seen; train with")

@@ -602,6 +602,18 @@ def test_beta_rises_and_is_not_saved(target, tmp_path):
     assert RetraceDrafter.from_pretrained(tmp_path).trajectory.beta == 1.0
 
 
+def test_beta_rises_in_a_trajectory_that_peft_trains_whole(target, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["trajectory"])
+    wrapped = randomize(get_peft_model(tiny_drafter(target), lora))
+    before = {name: p.detach().clone() for name, p in wrapped.named_parameters()}
+    make_trainer(wrapped, target, tmp_path, rows_of(target), max_steps=4, beta_warmup_steps=4).train()
+    assert wrapped.trajectory.modules_to_save["default"].beta == 0.75
+    moved = {name for name, p in wrapped.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and moved == {name for name, p in wrapped.named_parameters() if p.requires_grad}
+
+
 def test_trajectory_may_have_its_own_learning_rate(target, tmp_path):
     drafter = tiny_drafter(target)
     trainer = make_trainer(drafter, target, tmp_path, rows_of(target), trajectory_learning_rate=0.01)

@@ -9,7 +9,8 @@ from transformers import TrainingArguments
 class RetraceTrainingArguments(TrainingArguments):
     r"""
     Arguments of [`RetraceTrainer`]; those of [`~transformers.TrainingArguments`] with other defaults where the papers
-    give them (learning_rate 6e-4, cosine, warm-up 0.04, clip 1.0: DFlash, arXiv 2602.06036).
+    give them (learning_rate 6e-4, cosine, warm-up 0.04, clip 1.0: DFlash, arXiv 2602.06036). Tokens seen are counted
+    and logged (`include_num_input_tokens_seen="non_padding"`), since that is what learning curves are drawn over.
 
     > Parameters that control the rollout
 
@@ -63,6 +64,9 @@ class RetraceTrainingArguments(TrainingArguments):
     warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up: steps, or a share of them when < 1."})
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "The collator needs columns no forward names."}
+    )
+    include_num_input_tokens_seen: str = field(
+        default="non_padding", metadata={"help": "Tokens of text that are counted and logged: all, non_padding or no."}
     )
     num_anchors: int = field(default=512, metadata={"help": "Anchors drawn for each sequence and step."})
     num_carried_rounds: int = field(

@@ -288,11 +288,12 @@ def check_verification(target: PreTrainedModel) -> None:
     They are not in a target that does not take its positions from `position_ids` (ALiBi), nor in one whose attention
     has a mask of its own.
     """
-    rows, device = target.get_input_embeddings().weight.shape[0], target.device
-    ids = torch.arange(14, device=device)[None] % rows
+    text = target.config.get_text_config(decoder=True)
+    device, layers = target.device, text.num_hidden_layers
+    ids = torch.arange(14, device=device)[None] % text.vocab_size
     anchors = torch.tensor([[4, 7]], device=device)
     drafted = ids[:, [1, 9, 2, 0, 3, 10]].view(1, 2, 3)
-    cache = roomy_cache(target.config.get_text_config(decoder=True).num_hidden_layers, ids.shape[1] + 8)
+    cache = roomy_cache(layers, ids.shape[1] + 8)
     decoder = target.get_decoder()
     cure = "use conditioning='gated' or 'none', which need no verification."
     try:

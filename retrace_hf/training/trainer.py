@@ -35,6 +35,7 @@ from .rollout import (
     shift_blocks,
     verify_blocks,
 )
+from .sharding import check_fsdp, check_not_sharded, shard_target
 
 
 logger = logging.get_logger(__name__)
@@ -90,6 +91,7 @@ class RetraceTrainer(Trainer):
                 raise ValueError(f"{option} has no effect in RetraceTrainer: {reason}. Leave it out.")
         if target is None:
             raise ValueError("target is missing; pass the model that the drafter is to draft for.")
+        check_not_sharded(target)
         self.target = target
         if model is not None:
             _check_drafter(model, target, args.device)
@@ -108,6 +110,7 @@ class RetraceTrainer(Trainer):
         if isinstance(self.data_collator, RetraceDataCollator):
             _check_rows(self.train_dataset, "train_dataset")
             _check_rows(self.eval_dataset, "eval_dataset")
+        check_fsdp(getattr(self.accelerator.state, "fsdp_plugin", None))
         if self._eval_prompts and self._is_sharded:
             raise ValueError(
                 "eval_prompts is set and the models are sharded over processes (FSDP, ZeRO-3), where generate() "
@@ -116,7 +119,9 @@ class RetraceTrainer(Trainer):
         # The loss comes out normalised over the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
-        if self.target.device != self.args.device and not hasattr(self.target, "hf_device_map"):
+        if self._is_zero3:
+            shard_target(self.target, self.args)
+        elif self.target.device != self.args.device and not hasattr(self.target, "hf_device_map"):
             self.target.to(self.args.device)
         if self._verifies(self._config):
             check_verification(self.target)
@@ -286,10 +291,13 @@ class RetraceTrainer(Trainer):
         return SeenTokens(self.target.get_output_embeddings(), seen)
 
     def _set_beta(self):
-        fusion = self._unwrapped.trajectory
-        if fusion is not None and self.model.training:  # in evaluation the module takes it as 1
-            warmup = self.args.beta_warmup_steps
-            fusion.beta = min(1.0, self.state.global_step / warmup) if warmup else 1.0
+        if not self.model.training:  # in evaluation the module takes it as 1
+            return
+        warmup = self.args.beta_warmup_steps
+        beta = min(1.0, self.state.global_step / warmup) if warmup else 1.0
+        for module in self._unwrapped.modules():
+            if "beta" in vars(module):  # PEFT's modules_to_save has a copy of the fusion beside it
+                module.beta = beta
 
     # -- optimizer, evaluation, logs ---------------------------------------------------------------------------------
 
@@ -423,8 +431,12 @@ class RetraceTrainer(Trainer):
 
     @property
     def _is_sharded(self) -> bool:
+        return self.is_fsdp_enabled or self._is_zero3
+
+    @property
+    def _is_zero3(self) -> bool:
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        return self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
+        return plugin is not None and plugin.zero_stage == 3
 
     # -- going on, checkpoints, the Hub ------------------------------------------------------------------------------
 
