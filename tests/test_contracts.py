@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel, Trainer
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer
 from transformers.cache_utils import Cache, DFlashCache, DynamicCache, DynamicLayer, StaticCache
 from transformers.generation.candidate_generator import CandidateGenerator, DFlashTokenCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
@@ -41,6 +41,7 @@ CONTRACTS = {
     "_supports_attention_backend": "test_model_flags",
     "_init_weights": "test_initialization",
     "_name_or_path": "test_configs_name_their_origin",
+    "_commit_hash": "test_configs_name_their_revision",
     "_from_pipeline": "test_pipelines",
     "_upload_modified_files": "test_pushing_to_the_hub",
     "_prepare_inputs": "test_trainer",
@@ -88,7 +89,7 @@ def own_names() -> set[str]:
     own = set()
     for _, tree in trees():
         for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 own.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 own |= {node.attr} if getattr(node.value, "id", None) == "self" else set()
@@ -698,6 +699,13 @@ def test_trainer():
     order = [save.index(part) for part in ("save_model", "_save_rng_state", "TRAINER_STATE_NAME", "push_to_hub")]
     assert order == sorted(order), moved(
         "Trainer._save_checkpoint writes in another order", f"{stands}, checkpoints.py"
+    )
+
+
+def test_configs_name_their_revision():
+    assert AutoConfig.for_model("qwen3", _commit_hash="abc")._commit_hash == "abc", moved(
+        "a config does not keep the revision that it was loaded from as _commit_hash",
+        "data/prepare.py _revision()",
     )
 
 

@@ -58,7 +58,7 @@ def test_text_is_plains_and_tokens_are_accepted(smollm2, shipped):
     for prompt in prompts(tokenizer, 3):
         _, stats = both_ways(target, shipped, prompt, new_tokens=40)
         accepted, rounds = accepted + sum(stats.accepted_per_round), rounds + stats.rounds
-    assert accepted / rounds + 1 > 1.4
+    assert accepted / rounds + 1 > 1.6
 
 
 @pytest.mark.slow
