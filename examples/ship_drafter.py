@@ -56,7 +56,7 @@ DFlash generator on this drafter's weights. All figures, with the acceptance at 
 {notes}"""
 
 
-def ship_weights(run: Path, folder: Path, proposal: str | None):
+def ship_weights(run: Path, folder: Path, proposal: str | None = None):
     drafter = RetraceDrafter.from_pretrained(run, dtype=torch.float32)
     if proposal is not None:
         drafter.config.proposal = proposal

@@ -171,7 +171,6 @@ def prepare(options: PrepareOptions) -> dict:
         settings |= {**options.sampling, "seed": options.seed} if options.sampling else {}
     note = {
         "target": _shown(options.target),
-        "target_revision": None if answer is None else _revision(answer),
         "settings": settings,
         "data": {**place, "source": _shown(options.source)},
         "max_length": options.max_length,
@@ -231,10 +230,6 @@ def _check_template(tokenizer, conversation: dict, kwargs: dict):
     except Exception as error:  # a template raises what it likes, and jinja2 for it
         with_system = " with a system prompt" if len(start) > 1 else ""
         raise ValueError(f"The chat template cannot render a conversation{with_system}: {error}") from None
-
-
-def _revision(answer) -> str | None:
-    return getattr(answer.target.config, "_commit_hash", None) if isinstance(answer, TargetAnswers) else None
 
 
 def _shown(source: str) -> str:
