@@ -15,7 +15,6 @@ FOLDER` also writes a drafter with the adapter in its weights. Either drafts as 
 the same command goes on.
 """
 
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,9 +139,7 @@ def main():
     trainer.model.print_trainable_parameters()
     with saving_on_interrupt(trainer) as interrupt:
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(args.output_dir))
-    if interrupt.asked and trainer.state.global_step < trainer.state.max_steps:
-        print(f"Stopped and saved at step {trainer.state.global_step}; the same command goes on.", file=sys.stderr)
-        sys.exit(130)
+    interrupt.exit_if_steps_are_left(trainer.state)
     trainer.save_model()  # the adapter alone
     trainer.save_state()
     if not trainer.is_world_process_zero():

@@ -3,7 +3,7 @@
 # was stopped at step 700 of 1,000). Each command goes on where it was stopped, so the script can be run in sittings.
 #
 #     examples/smollm2.sh              # data, stage 1, the SFT control, ReTrace and its ablations, then results.json
-#     SEED=1 RUNS=runs/seed1 examples/smollm2.sh
+#     SEED=1 RUNS=runs/seed1 examples/smollm2.sh     # another seed of stage 2; the one shipped is SEED=11
 set -euo pipefail
 cd "$(dirname "$0")/.."
 RUNS=${RUNS:-runs/smollm2}

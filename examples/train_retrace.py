@@ -14,7 +14,7 @@ The SFT control is stage 2 with `--conditioning none`: the same blocks, without 
 
 Held-out prompts are drafted while it trains, with the best checkpoint kept and an end when tau rises no more, by
 
-    --eval_prompts examples/data/eval_prompts.jsonl --eval_strategy steps --eval_steps 100 --save_steps 100 \\
+    --eval_prompts held_out.jsonl --eval_strategy steps --eval_steps 100 --save_steps 100 \\
         --metric_for_best_model eval_tau --load_best_model_at_end True --early_stopping_patience 3
 
 On several GPUs, with one of the configs in examples/accelerate:
@@ -25,7 +25,6 @@ A run that was stopped goes on with the same command. Ctrl-C finishes and saves 
 """
 
 import json
-import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -213,9 +212,7 @@ def main():
     keep_note(finished=False)
     with saving_on_interrupt(trainer) as interrupt:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-    if interrupt.asked and trainer.state.global_step < trainer.state.max_steps:
-        print(f"Stopped and saved at step {trainer.state.global_step}; the same command goes on.", file=sys.stderr)
-        sys.exit(130)
+    interrupt.exit_if_steps_are_left(trainer.state)
     if trainer.is_world_process_zero():
         print(json.dumps(metrics))
     trainer.save_state()

@@ -1,6 +1,7 @@
 """Tiny real models, and drafters whose acceptance is known beforehand."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer
@@ -168,3 +169,12 @@ def letters_chat_target(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedToken
     with torch.no_grad():
         target.get_output_embeddings().weight[ends] *= 2.0
     return target, tokenizer
+
+
+def save_letters_target(folder: Path, before_template: str = "") -> Path:
+    """That target in a folder, with more of Jinja in front of its template. Returns the folder."""
+    target, tokenizer = letters_chat_target()
+    tokenizer.chat_template = before_template + tokenizer.chat_template
+    target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -13,7 +13,7 @@ from retrace_hf.data.prepare import PrepareOptions, prepare
 from retrace_hf.data.prompts import render_prompt
 from retrace_hf.data.responses import Answer, Failure, read_responses, stop_ids
 
-from .fixtures import letters_chat_target
+from .fixtures import letters_chat_target, save_letters_target
 from .test_prepare import conversation, rows_of, write_lines
 
 
@@ -145,9 +145,7 @@ def ask(answer: EndpointAnswers, number: int = 1) -> list:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("endpoint")
-    target, tokenizer = letters_chat_target()
-    target.save_pretrained(home / "target")
-    tokenizer.save_pretrained(home / "target")
+    save_letters_target(home / "target")
     write_lines(home / "prompts.jsonl", *(conversation(i, turns=1 + i % 2) for i in range(6)))
     return home
 

@@ -31,7 +31,7 @@ from retrace_hf.data.tokenize import (
     tokenize_responses,
 )
 
-from .fixtures import letters_chat_target, letters_tokenizer
+from .fixtures import letters_chat_target, letters_tokenizer, save_letters_target
 
 
 ROOT = Path(__file__).parents[1]
@@ -62,9 +62,7 @@ def write_lines(path: Path, *rows) -> Path:
 def home(tmp_path_factory):
     """A folder with a tiny target, `target`, and prompts of one to three turns, `prompts.jsonl`."""
     home = tmp_path_factory.mktemp("prepare")
-    target, tokenizer = letters_chat_target()
-    target.save_pretrained(home / "target")
-    tokenizer.save_pretrained(home / "target")
+    save_letters_target(home / "target")
     write_lines(home / "prompts.jsonl", *(conversation(i, turns=1 + i % 3) for i in range(12)))
     return home
 
@@ -390,14 +388,10 @@ def test_sampled_answers_are_repeated_by_their_seed(home, tmp_path):
 
 
 def test_prompts_that_fail_are_kept_by_reason(home, tmp_path, caplog):
-    template = home / "strict"
-    target, tokenizer = letters_chat_target()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.content == 'bbbb' %}{{ raise_exception('no b') }}{% endif %}{% endfor %}"
-        + tokenizer.chat_template
+    template = save_letters_target(
+        home / "strict",
+        "{% for m in messages %}{% if m.content == 'bbbb' %}{{ raise_exception('no b') }}{% endif %}{% endfor %}",
     )
-    target.save_pretrained(template)
-    tokenizer.save_pretrained(template)
     rows = [
         conversation(2, 1),
         {"id": "long", "messages": [{"role": "user", "content": words(600, 1)}]},
@@ -454,14 +448,10 @@ def test_options_that_will_not_do(home, tmp_path):
     (tmp_path / "other" / "responses_00000.jsonl.gz").write_bytes(b"")
     with pytest.raises(ValueError, match="holds data of something else"):
         prepare(options(home, tmp_path / "other"))
-    no_system = home / "no_system"
-    target, tokenizer = letters_chat_target()
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        + tokenizer.chat_template
+    no_system = save_letters_target(
+        home / "no_system",
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}",
     )
-    target.save_pretrained(no_system)
-    tokenizer.save_pretrained(no_system)
     with pytest.raises(ValueError, match="with a system prompt: System role not supported"):
         prepare(options(home, tmp_path / "out", target=str(no_system), system_prompt="Hi"))
     assert not (tmp_path / "out").exists()  # nothing is claimed by a run that could not start

@@ -230,16 +230,17 @@ def self_chat(
     for name, size in (("num_tokens", num_tokens), ("batch_size", batch_size), ("length", length)):
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}.")
-    template = len(ChatTemplateParts(tokenizer).start)
+    parts = ChatTemplateParts(tokenizer)
+    template = len(parts.start)
     if length <= template:
         raise ValueError(f"length is {length}; the chat template alone has {template} tokens.")
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise ValueError(f"length is {length}; the target has {positions} positions.")
-    unknown = set(options) - (set(inspect.signature(chat_rows).parameters) - {"prompts"})
+    unknown = set(options) - set(inspect.signature(chat_rows).parameters)
     if unknown:
         raise ValueError(f"Unknown options {sorted(unknown)}; those of chat_rows are taken.")
-    words = None if prompts is None else _user_turns(tokenizer, prompts, length - template)
+    words = None if prompts is None else _user_turns(tokenizer, prompts, length - template - len(parts.after_user))
     path = Path(path)
     shards = -(-num_tokens // (batch_size * length))
     settings = {"batch_size": batch_size, "length": length, "seed": seed, "target": target_fingerprint(target)}
@@ -275,12 +276,13 @@ def self_chat(
 
 
 def _user_turns(tokenizer, prompts: Sequence[str], room: int) -> list[list[int]]:
-    """The prompts as tokens. Raises where one is empty or leaves no room for an answer, and where there are none."""
+    """The prompts as tokens. Raises where one is empty or leaves none of `room` for an answer, and where there are
+    none."""
     if not prompts:
         raise ValueError("prompts is empty; leave it out where the target is to speak for the user from the start.")
     turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
     for i, words in enumerate(turns):
-        if not 0 < len(words) < room - len(ChatTemplateParts(tokenizer).after_user):
+        if not 0 < len(words) < room:
             raise ValueError(
                 f"Prompt {i} has {len(words)} tokens; it must have some, and leave room for an answer within length."
             )

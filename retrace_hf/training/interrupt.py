@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 
 
 class SaveOnInterrupt(TrainerCallback):
@@ -30,6 +30,12 @@ class SaveOnInterrupt(TrainerCallback):
             self.asked = bool(asked)
         if self.asked:
             control.should_save = control.should_training_stop = True
+
+    def exit_if_steps_are_left(self, state: TrainerState):
+        """For a script, behind `train()`: ends it with status 130 where the run was cut short."""
+        if self.asked and state.global_step < state.max_steps:
+            print(f"Stopped and saved at step {state.global_step}; the same command goes on.", file=sys.stderr)
+            sys.exit(130)
 
 
 @contextmanager
