@@ -1,5 +1,8 @@
 """Tiny real models, and drafters whose acceptance is known beforehand."""
 
+import random
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -178,3 +181,19 @@ def save_letters_target(folder: Path, before_template: str = "") -> Path:
     target.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def killed_at_random(start: Callable[[], subprocess.Popen], begun: Path, kills: int, longest: float, seed: int) -> int:
+    """Starts commands and kills each (SIGKILL) up to `longest` seconds after the file `begun` is there. Returns how
+    many were still running."""
+    drawn, hit = random.Random(seed), 0
+    for _ in range(kills):
+        process = start()
+        wait_until = time.monotonic() + 60
+        while not begun.exists() and time.monotonic() < wait_until:
+            time.sleep(0.005)
+        time.sleep(drawn.uniform(0, longest))
+        hit += process.poll() is None
+        process.kill()
+        process.wait()
+    return hit

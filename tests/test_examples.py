@@ -4,10 +4,12 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from retrace_hf import RetraceDrafter, RetraceTrainer
 
-from .fixtures import plain, prompt_of, tiny_target
+from .fixtures import killed_at_random, plain, prompt_of, tiny_target
 from .test_drafters import NEW_TOKENS, watched_proposals
 
 
@@ -105,6 +107,40 @@ def test_training_goes_on_behind_a_checkpoint_that_was_cut_short(folder, run, tm
     whole = RetraceDrafter.from_pretrained(folder / "corrected").state_dict()
     for name, weight in RetraceDrafter.from_pretrained(tmp_path).state_dict().items():
         assert weight.equal(whole[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_training_killed_ten_times_ends_as_an_undisturbed_run(folder, tmp_path):
+    """Features computed before, checkpoints every other step, held-out prompts: all may be cut short."""
+    folder, common = folder
+    command = [sys.executable, EXAMPLES / "train_retrace.py", *common, "--max_steps", 12, "--soft_share", 0.5]
+    command += ["--init_from", folder / "stage1", "--conditioning", "gated", "--num_carried_rounds", 1]
+    command += [
+        "--eval_prompts",
+        EXAMPLES / "data" / "eval_prompts.jsonl",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        4,
+    ]
+    command += ["--eval_max_prompts", 2, "--eval_max_new_tokens", 6, "--save_total_limit", 2]
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+
+    def start(name="killed"):
+        places = ["--features_dir", tmp_path / name / "features", "--output_dir", tmp_path / name / "run"]
+        return subprocess.Popen([str(part) for part in (*command, *places)], env=env, stderr=subprocess.DEVNULL)
+
+    assert start("whole").wait() == 0
+    begun = tmp_path / "killed" / "features"
+    hit = killed_at_random(start, begun, kills=10, longest=12.0, seed=2)
+    print(f"{hit} of 10 runs were killed before their end")
+    assert hit >= 3
+    assert start().wait() == 0
+    whole = load_file(tmp_path / "whole" / "run" / "model.safetensors")
+    found = load_file(tmp_path / "killed" / "run" / "model.safetensors")
+    assert found.keys() == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
+    assert json.loads((tmp_path / "killed" / "run" / "training.json").read_text())["finished"]
 
 
 def test_ctrl_c_while_training_with_held_out_prompts(folder, run, tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from retrace_hf.data.tokenize import (
     tokenize_responses,
 )
 
-from .fixtures import letters_chat_target, letters_tokenizer, save_letters_target
+from .fixtures import killed_at_random, letters_chat_target, letters_tokenizer, save_letters_target
 
 
 ROOT = Path(__file__).parents[1]
@@ -550,25 +550,6 @@ def _run(fields: dict):
     prepare(PrepareOptions(**fields))
 
 
-def killed_at_random(start, folder: Path, kills: int, longest: float, seed: int) -> int:
-    """Starts runs and kills each at a random moment. Returns how many were still running."""
-    drawn, hit = random.Random(seed), 0
-    for _ in range(kills):
-        process = start()
-        wait_until = time.monotonic() + 60
-        while not (folder / "prepare.json").exists() and time.monotonic() < wait_until:
-            time.sleep(0.005)
-        time.sleep(drawn.uniform(0, longest))
-        hit += is_running(process)
-        process.kill()
-        process.join() if hasattr(process, "join") else process.wait()
-    return hit
-
-
-def is_running(process) -> bool:
-    return process.is_alive() if hasattr(process, "is_alive") else process.poll() is None
-
-
 def test_killed_runs_end_as_an_undisturbed_one(home, undisturbed, tmp_path):
     folder, _ = undisturbed
     fields = vars(options(home, tmp_path))
@@ -606,7 +587,7 @@ def test_killed_commands_end_as_an_undisturbed_one(home, tmp_path):
         return subprocess.Popen([*map(str, command), str(folder)], env=env, stderr=subprocess.DEVNULL)
 
     assert start(tmp_path / "whole").wait() == 0
-    hit = killed_at_random(start, tmp_path / "killed", kills=10, longest=20.0, seed=1)
+    hit = killed_at_random(start, begun=tmp_path / "killed" / "prepare.json", kills=10, longest=20.0, seed=1)
     print(f"{hit} of 10 runs were killed before their end")
     assert hit >= 3
     assert start().wait() == 0
