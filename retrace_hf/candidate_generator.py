@@ -31,6 +31,7 @@ from transformers.utils import logging
 from .configuration_retrace import PROPOSALS
 from .context import captured_layers, check_target_layer_ids, gather_context_states, keep_last
 from .draft_context import drop_context, keep_context, take_context
+from .few_rows import apply_linear
 from .noise import block_tokens, embed_block
 from .positions import block_positions, rope_limits
 from .trajectory import RejectedTrajectory, align_trajectory
@@ -450,29 +451,7 @@ def check_head(target: PreTrainedModel) -> None:
 def _head(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     head = target.get_output_embeddings()
     hidden = hidden.to(device=_device_of(head, default=hidden.device), dtype=_dtype_of(head, default=target.dtype))
-    return _few_rows(head, hidden) if _gains_from_few_rows(head, hidden) else head(hidden)
-
-
-def is_plain_linear(head: nn.Module) -> bool:
-    """Whether a head is no more than its weight and bias: not quantised, wrapped, hooked or offloaded."""
-    if type(head) is not nn.Linear:
-        return False
-    # Offloading replaces the instance's forward and leaves the weight on meta; quantisers bring their own tensors.
-    untouched = not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
-    return type(head.weight) is nn.Parameter and not head.weight.is_meta and untouched
-
-
-def _gains_from_few_rows(head: nn.Module, hidden: torch.Tensor) -> bool:
-    """Whether [`_few_rows`] is the faster way to the same logits."""
-    few = 1 < hidden.shape[:-1].numel() <= 8
-    return few and hidden.device.type == "cpu" and hidden.dtype == torch.float32 and is_plain_linear(head)
-
-
-def _few_rows(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """`head(hidden)` as W @ rows^T. A CPU's BLAS reads W up to three times for the 2 to 7 rows of rows @ W^T, which
-    costs as much as a third of the target's pass; this way round it reads it once."""
-    logits = torch.mm(head.weight, hidden.flatten(0, -2).T).T.contiguous().view(*hidden.shape[:-1], -1)
-    return logits if head.bias is None else logits + head.bias
+    return apply_linear(head, hidden)
 
 
 def _device_of(module: nn.Module, default: torch.device) -> torch.device:

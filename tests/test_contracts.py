@@ -579,8 +579,8 @@ def test_configs_name_their_origin():
 def test_module_hooks():
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         assert isinstance(getattr(torch.nn.Linear(1, 1), name, None), dict), (
-            f"torch {torch.__version__}: a module keeps no {name}. retrace_hf/candidate_generator.py "
-            "_gains_from_few_rows() stands on it; mend it there."
+            f"torch {torch.__version__}: a module keeps no {name}. retrace_hf/few_rows.py "
+            "is_plain_linear() stands on it; mend it there."
         )
 
 

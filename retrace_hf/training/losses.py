@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..candidate_generator import is_plain_linear
+from ..few_rows import is_plain_linear
 
 
 # Decay of the slot weights by block size, as DFlash was trained (arXiv 2602.06036).
