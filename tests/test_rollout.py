@@ -348,7 +348,10 @@ def test_noise_is_anchor_then_masks():
 # -- break it, and see -----------------------------------------------------------------------------------------------
 
 BREAKS = {
-    "tap index": ("gather_context_states", lambda real: lambda states, ids: real(states, [i - 1 for i in ids])),
+    "tap index": (
+        "gather_context_rows",
+        lambda real: lambda states, ids, *args: real(states, [i - 1 for i in ids], *args),
+    ),
     "position offset": ("block_positions", lambda real: lambda anchors, size: real(anchors + 1, size)),
     "context mask": (
         "visible_context",
