@@ -23,7 +23,7 @@ from .arguments import RetraceTrainingArguments
 from .checkpoints import is_whole, last_whole_checkpoint
 from .eval_prompts import draft_prompts, first_of_each_kind, read_eval_rows
 from .losses import SeenTokens, chunked_loss, decay_weights, default_gamma, dpace_weights
-from .optimizer import muon_with_adamw
+from .optimizer import is_mixture, muon_with_adamw
 from .rollout import (
     Blocks,
     block_labels,
@@ -319,6 +319,10 @@ class RetraceTrainer(Trainer):
         if rate is not None and not any(group.get("trajectory") for group in optimizer.param_groups):
             _split_trajectory_group(optimizer, self.model, rate)
         return optimizer
+
+    def get_decay_parameter_names(self, model) -> list[str]:
+        """As upstream, without DFlare's mixture weights, which decay would draw to the mean of the taps."""
+        return [name for name in super().get_decay_parameter_names(model) if not is_mixture(name)]
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         with torch.no_grad():
