@@ -255,7 +255,8 @@ def _start_layerwise(drafter, dflash, context_rows: torch.Tensor | None) -> None
                 f"context_rows has shape {tuple(context_rows.shape)}; it must be [n, {dflash.fc.weight.shape[1]}], "
                 "tapped states as gather_context_states() gives them."
             )
-        mixture, matrix = _fit_to_rows(blocks, context_rows.to(blocks).unflatten(1, (-1, size)))
+        rows = context_rows.to(device=blocks.device, dtype=torch.float32)
+        mixture, matrix = (part.double() for part in _fit_to_rows(blocks.float(), rows.unflatten(1, (-1, size))))
     matrix = scale[:, None] * matrix
     drafter.hidden_norm.weight.fill_(1.0)
     drafter.layer_fusion.weight.copy_(mixture.log().expand_as(drafter.layer_fusion.weight))
@@ -283,7 +284,7 @@ def _fit_to_weights(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mixture, matrix * blocks.shape[1] ** 0.5 / blocks.norm()
 
 
-def _fit_to_rows(blocks: torch.Tensor, taps: torch.Tensor, steps: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
+def _fit_to_rows(blocks: torch.Tensor, taps: torch.Tensor, steps: int = 30) -> tuple[torch.Tensor, torch.Tensor]:
     """Mixture `[F]` and matrix `[D, D]` such that matrix @ norm(mixed taps) is nearest to norm(fc(taps)) over rows
     `[n, F, D]`: gradient descent on the mixture, least squares for the matrix at each step."""
 
@@ -296,14 +297,14 @@ def _fit_to_rows(blocks: torch.Tensor, taps: torch.Tensor, steps: int = 60) -> t
         mixed = normed(torch.einsum("j,njb->nb", logits.softmax(0), taps))
         gram = mixed.T @ mixed
         ridge = 1e-4 * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
-        matrix = torch.linalg.solve(gram + ridge, mixed.T @ expected).T
+        matrix = torch.linalg.solve((gram + ridge).double(), (mixed.T @ expected).double()).T.to(mixed)
         return matrix, (mixed @ matrix.T - expected).pow(2).mean()
 
     starts = [torch.zeros(len(blocks)).to(blocks), *(4.0 * torch.eye(len(blocks)).to(blocks))]
     best = min(starts, key=lambda start: float(fit(start)[1]))
     with torch.enable_grad():
         logits = best.clone().requires_grad_()
-        optimizer = torch.optim.Adam([logits], lr=0.1)
+        optimizer = torch.optim.Adam([logits], lr=0.2)
         for _ in range(steps):
             optimizer.zero_grad()
             error = fit(logits)[1]
