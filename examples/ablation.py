@@ -133,12 +133,14 @@ def time_rounds(args, target, rows: list[dict]) -> dict[str, dict[str, float]]:
     drafters = {name: evaluate_drafters.load_drafter(folder) for name, folder in args.arms.items()}
     forward, whole = {name: [] for name in drafters}, {name: [] for name in drafters}
     chosen = rows[:: max(1, len(rows) // args.timed_prompts)][: args.timed_prompts]
-    for row in [chosen[0], *chosen]:  # the first once more, to warm up
+    for number, row in enumerate([chosen[0], *chosen]):  # the first once more before, to warm up
         inputs = {"input_ids": torch.tensor([row["prompt_ids"]], device=target.device)}
         for name, drafter in drafters.items():
             parts, rounds = [], []
             with timed(drafter, "forward", parts), timed(RetraceCandidateGenerator, "get_candidates", rounds):
                 answer(target, inputs, args.max_new_tokens, drafter=drafter)
+            if number == 0:
+                continue
             # The first two belong to the prompt: its prefill, and the context of all of it.
             starts = [start for start, _ in rounds[2:]]
             forward[name] += [end - start for start, end in parts[1:]]
