@@ -445,7 +445,7 @@ def test_dflash_cache():
 
 
 def test_cached_keys_and_values_by_layer():
-    """What drafters of context_fusion "kv" and "hybrid" read, and by what layers are told apart that keep every row."""
+    """What drafters of context_fusion "kv" and "hybrid" read, and how layers that keep every row are told apart."""
     stands = "context.py gather_context_kv() and full_attention_layers()"
     model = tiny_model()
     cache = DynamicCache(config=model.config)
@@ -454,7 +454,7 @@ def test_cached_keys_and_values_by_layer():
         model.get_decoder()(PROMPT, cache=cache, use_cache=True)
     shapes = {tuple(getattr(layer, kind).shape) for layer in cache.layers for kind in ("keys", "values")}
     assert len(cache.layers) == 6 and shapes == {(1, 2, PROMPT.shape[1], 8)}, moved(
-        f"a cache of 6 layers over {PROMPT.shape[1]} tokens holds keys and values {shapes}, not [b, heads, tokens, size]",
+        f"a cache of 6 layers over {PROMPT.shape[1]} tokens holds keys and values of {shapes}",
         stands,
     )
     output = model(PROMPT, use_cache=True)
