@@ -33,7 +33,7 @@ import evaluate_drafters
 import train_retrace
 
 from retrace_hf import RetraceCandidateGenerator, RetraceConfig, RetraceDrafter
-from retrace_hf.configuration_retrace import CONTEXT_FUSIONS
+from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, CONTEXT_KV_ROPES, READS_TARGET_KV
 from retrace_hf.data.features import target_fingerprint
 from retrace_hf.evaluation import AcceptanceStats, KeptLines, bootstrap_ratio, summarize, write_results
 from retrace_hf.evaluation.results import file_hash, provenance
@@ -55,6 +55,10 @@ def parse_args():
     parser.add_argument("--init_from", help="a DFlash that every stage 1 starts from")
     parser.add_argument("--fusions", nargs="+", choices=CONTEXT_FUSIONS, default=list(CONTEXT_FUSIONS))
     parser.add_argument("--depths", nargs="+", type=int, help="draft layers, 3 by default; --init_from brings its own")
+    parser.add_argument("--target_layer_ids", nargs="+", type=int, help="tapped layers of new drafters")
+    parser.add_argument("--target_kv_layer_ids", nargs="+", type=int, help="layers whose keys and values are read")
+    parser.add_argument("--context_kv_rope", choices=CONTEXT_KV_ROPES, help="RoPE on these keys")
+    parser.add_argument("--mask_token", help="token for the slots of new drafters")
     parser.add_argument("--stage1_steps", type=int, default=600)
     parser.add_argument("--stage2_steps", type=int, default=150)
     parser.add_argument("--stage1_learning_rate", type=float, default=1e-3)
@@ -69,6 +73,8 @@ def parse_args():
     args, args.training = parser.parse_known_args()
     if args.init_from is not None and args.depths:
         parser.error("--depths goes with new drafters; --init_from brings its own layers.")
+    if args.init_from is not None and (args.target_layer_ids or args.mask_token):
+        parser.error("--target_layer_ids and --mask_token go with new drafters; --init_from brings its own.")
     args.depths = args.depths or [3]
     for option, least in (("stage1_steps", 1), ("stage2_steps", 1), ("num_carried_rounds", 1), ("max_new_tokens", 2)):
         if getattr(args, option) < least:
@@ -97,16 +103,32 @@ def train(args, name: str, *options) -> Path:
     return folder
 
 
+def new_drafter(args, fusion: str, depth: int) -> list:
+    """Options of stage 1 alone: where the drafter comes from and what it reads. Stage 2 takes over both."""
+    options = {"init_from": args.init_from, "mask_token": args.mask_token, "context_fusion": fusion}
+    if args.init_from is None:
+        options["num_draft_layers"] = depth
+    if fusion != "kv":
+        options["target_layer_ids"] = args.target_layer_ids
+    if fusion in READS_TARGET_KV:
+        options |= {"target_kv_layer_ids": args.target_kv_layer_ids, "context_kv_rope": args.context_kv_rope}
+    found = []
+    for name, value in options.items():
+        if value is not None:
+            found += [f"--{name}", *(value if isinstance(value, list) else [value])]
+    return found
+
+
 def train_all(args) -> dict[str, str]:
     """By arm, its folder. Both arms of a context start from the same stage 1."""
     arms = {}
     for fusion, depth in product(args.fusions, args.depths):
         read = ["--features_dir", args.features_dir] if args.features_dir else []
-        new = ["--init_from", args.init_from] if args.init_from else ["--num_draft_layers", depth]
+        new = new_drafter(args, fusion, depth)
         stage1 = train(
             args,
             name_of(args, fusion, depth, "stage1"),
-            *("--responses", *args.responses, *new, *read, "--context_fusion", fusion),
+            *("--responses", *args.responses, *new, *read),
             *("--conditioning", "none", "--num_carried_rounds", 0),
             *("--max_steps", args.stage1_steps, "--learning_rate", args.stage1_learning_rate),
         )
