@@ -317,6 +317,7 @@ def test_a_curve_of_tau_against_tokens(folder, traffic, run, tmp_path, monkeypat
     run.fails("plot_learning_curve.py", tmp_path / "old.json", message="without num_input_tokens_seen; train with")
 
 
+@pytest.mark.slow
 def test_the_ablation_trains_measures_and_goes_on(folder, run, tmp_path, monkeypatch, capsys):
     """Three contexts, both arms of each; stopped in between; then all is there and nothing runs again."""
     folder, _ = folder
