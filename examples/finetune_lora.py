@@ -32,8 +32,9 @@ from retrace_hf.terminal import run_command
 from retrace_hf.training import last_whole_checkpoint, loading_whole, saving_on_interrupt
 
 
-# Every matrix of the drafter's layers, and the one that reads the target's states.
+# Every matrix of the drafter's layers, and those that read the target (which ones there are, context_fusion says).
 BACKBONE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc"]
+BACKBONE += ["k_proj_target", "v_proj_target", "hybrid_gate.gate", "hybrid_gate.delta"]
 TRAJECTORY = ["trajectory.correction", "trajectory.value", "trajectory.gate"]
 
 

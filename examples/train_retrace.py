@@ -12,6 +12,9 @@ Stage 2, ReTrace, from it (the target runs beside the drafter):
 
 The SFT control is stage 2 with `--conditioning none`: the same blocks, without the signal.
 
+What the drafter reads of the target is `--context_fusion`: shared (DFlash), layerwise (DFlare), kv or hybrid (KVShot).
+It goes with stage 1; with `--init_from` it turns a DFlash into the start of another (RetraceDrafter.from_dflash).
+
 Held-out prompts are drafted while it trains, with the best checkpoint kept and an end when tau rises no more, by
 
     --eval_prompts held_out.jsonl --eval_strategy steps --eval_steps 100 --save_steps 100 \\
@@ -25,14 +28,15 @@ A run that was stopped goes on with the same command. Ctrl-C finishes and saves 
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 
-from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
+from retrace_hf import RetraceConfig, RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
+from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, CONTEXT_KV_ROPES
 from retrace_hf.data.features import TargetFeatures, features_key
 from retrace_hf.data.prompts import read_eval_prompts
 from retrace_hf.data.tokenize import tokenize_responses
@@ -41,6 +45,7 @@ from retrace_hf.evaluation.results import command_line, file_hash, rounded
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
 from retrace_hf.training import last_whole_checkpoint, loading_whole, saving_on_interrupt
+from retrace_hf.training.rollout import read_clean_text
 
 
 MASK_TOKEN = "<empty_output>"  # an unused special token of SmolLM2
@@ -48,11 +53,21 @@ NOTED = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
     *("lr_scheduler_type", "warmup_steps", "weight_decay", "bf16", "muon", "trajectory_learning_rate"),
     *("num_anchors", "num_carried_rounds", "beta_warmup_steps", "loss_type", "soft_share", "loss_on_seen_tokens"),
-    *("loss_gamma", "dpace_alpha", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *(
+        "loss_gamma",
+        "loss_gamma_growth",
+        "dpace_alpha",
+        "optim",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+    ),
 )
 
 NOTED_OF_SCRIPT = (
     *("target", "target_dtype", "conditioning", "num_draft_layers", "block_size", "target_layer_ids"),
+    *("context_fusion", "target_kv_layer_ids", "context_kv_rope"),
     *("init_from_target", "mask_token", "max_length", "limit", "early_stopping_patience"),
 )
 
@@ -82,6 +97,20 @@ class ScriptArguments:
         default=None, metadata={"help": "Slots of a block; 8 for a new drafter, --init_from's own for another."}
     )
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers, of a new drafter."})
+    context_fusion: str | None = field(
+        default=None,
+        metadata={
+            "help": "What is read of the target; shared for a new drafter, --init_from's own for another.",
+            "choices": list(CONTEXT_FUSIONS),
+        },
+    )
+    target_kv_layer_ids: list[int] | None = field(
+        default=None, metadata={"help": "Layers whose keys and values kv and hybrid read; 3 evenly spaced ones."}
+    )
+    context_kv_rope: str | None = field(
+        default=None,
+        metadata={"help": "RoPE on these keys; kept by default.", "choices": list(CONTEXT_KV_ROPES)},
+    )
     mask_token: str | None = field(
         default=None, metadata={"help": "Token for slots, of a new drafter; <empty_output> by default."}
     )
@@ -101,14 +130,25 @@ class ScriptArguments:
     )
 
 
-def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
+def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> RetraceDrafter:
+    context = {name: getattr(script, name) for name in ("context_fusion", "target_kv_layer_ids", "context_kv_rope")}
+    context = {name: value for name, value in context.items() if value is not None}
     if script.init_from is not None:
-        fixed = ("num_draft_layers", "target_layer_ids", "mask_token", "init_from_target")
+        fixed = ["num_draft_layers", "target_layer_ids", "mask_token", "init_from_target"]
+        if script.context_fusion is None:
+            fixed += ["target_kv_layer_ids", "context_kv_rope"]
         given = [f"--{name}" for name in fixed if getattr(script, name) is not None]
         if given:
             raise ValueError(f"{', '.join(given)} go with a new drafter; --init_from brings its own.")
         changes = {} if script.block_size is None else {"block_size": script.block_size}
-        return RetraceDrafter.from_dflash(script.init_from, conditioning=script.conditioning, **changes)
+        return RetraceDrafter.from_dflash(
+            script.init_from,
+            target=target,
+            context_rows=rows_to_start_from(script, target, dataset),
+            conditioning=script.conditioning,
+            **context,
+            **changes,
+        )
     mask_token = script.mask_token or MASK_TOKEN
     if mask_token not in tokenizer.get_vocab():
         raise ValueError(f"--mask_token {mask_token!r} is not in the vocabulary of {script.target}.")
@@ -120,7 +160,24 @@ def make_drafter(script: ScriptArguments, target, tokenizer) -> RetraceDrafter:
         target_layer_ids=script.target_layer_ids,
         init_from_target=script.init_from_target is not False,
         conditioning=script.conditioning,
+        **context,
     )
+
+
+def rows_to_start_from(script: ScriptArguments, target, dataset, num_tokens: int = 4096) -> torch.Tensor | None:
+    """Tapped states of the first texts, where a DFlash is to become layerwise; it starts from a fit to them."""
+    config = RetraceConfig.get_config_dict(script.init_from)[0]
+    if script.context_fusion != "layerwise" or config.get("context_fusion", "shared") != "shared":
+        return None
+    taps = config.get("target_layer_ids") or config.get("dflash_config", {}).get("target_layer_ids")
+    rows, count = [], 0
+    for row in dataset:
+        if count >= num_tokens:
+            break
+        ids = torch.tensor([row["input_ids"]], device=target.device)
+        rows.append(read_clean_text(target, ids, taps).features[0])
+        count += ids.shape[1]
+    return torch.cat(rows)
 
 
 def read_held_out(path: str | None) -> list[dict] | None:
@@ -158,9 +215,10 @@ def has_ended(folder: Path, run: dict) -> bool:
     flat = [
         {**r["script"], **r["arguments"], **{k: r[k] for k in ("seed", "init_from", "data")}} for r in (before, now)
     ]
-    changed = [
-        f"{name} was {flat[0].get(name)}, now {value}" for name, value in flat[1].items() if flat[0].get(name) != value
-    ]
+    # A note from before there was an option means its default.
+    defaults = {f.name: f.default for f in (*fields(ScriptArguments), *fields(RetraceTrainingArguments))}
+    flat[0] = {name: flat[0].get(name, defaults.get(name)) for name in flat[1]}
+    changed = [f"{name} was {flat[0][name]}, now {value}" for name, value in flat[1].items() if flat[0][name] != value]
     if changed:
         raise ValueError(
             f"{folder} holds a run with other options ({'; '.join(changed)}); give another --output_dir, or delete it."
@@ -181,13 +239,15 @@ def main():
     set_seed(args.seed)
     with loading_whole(args) as device:
         target, tokenizer = load_target(script.target, dtype=getattr(torch, script.target_dtype), device=device)
-        drafter = make_drafter(script, target, tokenizer)
-    dataset = tokenize_responses(script.responses, tokenizer, max_length=script.max_length, limit=script.limit)
-    dataset = dataset.add_column("row", list(range(len(dataset))))
+        dataset = tokenize_responses(script.responses, tokenizer, max_length=script.max_length, limit=script.limit)
+        dataset = dataset.add_column("row", list(range(len(dataset))))
+        drafter = make_drafter(script, target, tokenizer, dataset)
 
     features = None
     if script.features_dir is not None:
-        what = {"target_layer_ids": drafter.config.target_layer_ids, "with_last": args.soft_share > 0}
+        config = drafter.config
+        what = {"target_layer_ids": config.target_layer_ids, "with_last": args.soft_share > 0}
+        what["target_kv_layer_ids"] = config.target_kv_layer_ids
         # Each dataset and target has its own folder, so that a small trial leaves the large features alone.
         place = Path(script.features_dir, features_key(target, dataset, **what)[:12])
         features = TargetFeatures.build_or_open(target, dataset, path=place, **what)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DFlashCache, DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import (
     LogitNormalization,
@@ -28,8 +28,16 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
 
-from .configuration_retrace import PROPOSALS
-from .context import captured_layers, check_target_layer_ids, gather_context_states, keep_last
+from .configuration_retrace import PROPOSALS, READS_TARGET_KV
+from .context import (
+    captured_layers,
+    check_target_kv_layer_ids,
+    check_target_layer_ids,
+    gather_context_rows,
+    keep_last,
+    new_draft_cache,
+    target_kv_shape,
+)
 from .draft_context import drop_context, keep_context, take_context
 from .few_rows import apply_linear
 from .noise import block_tokens, embed_block
@@ -72,7 +80,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
     Drafts for one `generate()` call: a block from what the target verified (its tapped layers) and what it rejected.
 
     It captures the tapped layers of every target pass (and the state after the final norm, where the conditioning
-    reads it), always runs the drafter on `B` slots, and proposes at most `min(B - 1, max_length - length - 1)` of
+    reads it; where the context is made of the target's keys and values, those of newly verified tokens are read from
+    its cache), always runs the drafter on `B` slots, and proposes at most `min(B - 1, max_length - length - 1)` of
     them. What is carried from one round to the next (the drafter's last states and its context K/V) lives here, on the
     drafter's device, and goes when the call ends; only the context K/V stay with the target's cache where the user
     keeps that (`draft_context.py`). Nothing is copied to the host.
@@ -133,6 +142,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.context_window = config.context_window
         self.mask_token_id = config.mask_token_id
         self.target_layer_ids = list(config.target_layer_ids)
+        self.target_kv_layer_ids = list(config.target_kv_layer_ids or ())
+        self.target_kv_shape = (config.target_num_key_value_heads, config.target_head_dim)
         self.conditioning = config.conditioning
         self.last_layer = target.config.get_text_config(decoder=True).num_hidden_layers
 
@@ -147,15 +158,15 @@ class RetraceCandidateGenerator(CandidateGenerator):
         wanted = generation_config.return_dict_in_generate and generation_config.output_hidden_states
         layers = captured_layers(self.target_layer_ids, self.last_layer, with_last=self.conditioning == "corrected")
         self._capture = {"output_hidden_states": True if wanted else layers}
+        self._counted = layers[0]  # a captured state, to count the rows of a pass by
         self.model_kwargs_overrides: dict[str, Any] = self._capture
 
-        self._cache = DFlashCache(config=config)
-        self._cache.activate_past_recording()
+        self._cache = new_draft_cache(config)
         self._target_cache = None
         self._unseen = 0  # tokens that the target's cache holds before those of input_ids
         self._draft_states: torch.Tensor | None = None  # the last round's, [1, B, D]
         self._prompt_rows: torch.Tensor | None = None  # rows of the prefill that are no padding; None: all
-        self._chunks: list[torch.Tensor] = []  # context of the prompt's chunks before the last, [1, n, F * D] each
+        self._chunks: list[torch.Tensor] = []  # context of the prompt's chunks before the last, [1, n, C] each
 
     @torch.no_grad()
     def get_candidates(
@@ -189,11 +200,13 @@ class RetraceCandidateGenerator(CandidateGenerator):
             return input_ids, None
 
         hidden_states = self._captured(model_outputs)
-        rows = hidden_states[self.target_layer_ids[0] + 1].shape[1]
+        rows = hidden_states[self._counted].shape[1]
         num_context = rows if self._draft_states is None else n_last_matches + 1
         # Read from the pass, not from what was meant to be proposed: length and stops cut blocks short.
         trajectory = self._rejected(hidden_states, first_rejected=n_last_matches + 1, num_verified=rows - 1)
-        block = self._draft(input_ids, hidden_states, num_context, model_kwargs.get("position_ids"), trajectory)
+        # The loop has dropped what was rejected, and the anchor has not been fed.
+        context = self._context(hidden_states, model_outputs, num_context, verified=input_ids.shape[1] - 1)
+        block = self._draft(input_ids, context, model_kwargs.get("position_ids"), trajectory)
         proposals, logits = self._propose(input_ids, block[:, 1 : 1 + num_proposals])
         if self.prefix_criteria:
             proposals = proposals[:, : self._stop_cap(input_ids, proposals)]
@@ -273,8 +286,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
             inputs = self._prompt_inputs(input_ids, model_kwargs, cached, cached + chunk_size)
             outputs = self.target(**(inputs | self._capture), return_dict=True)
             outputs.cache.crop(0)  # layers that slide let go of what is behind their window
-            self._chunks.append(self._context(self._captured(outputs), chunk_size))
             cached += chunk_size
+            self._chunks.append(self._context(self._captured(outputs), outputs, chunk_size, verified=cached))
             self.generation_config._retrace_verified = self._unseen + cached
         return cached
 
@@ -307,20 +320,18 @@ class RetraceCandidateGenerator(CandidateGenerator):
     def _draft(
         self,
         input_ids: torch.LongTensor,
-        hidden_states,
-        num_context: int,
+        context: torch.Tensor,
         position_ids: torch.LongTensor | None,
         trajectory: RejectedTrajectory | None,
     ) -> torch.Tensor:
-        """Runs the drafter on `B` slots behind `num_context` newly verified tokens; `[1, B, D]`, after its norm."""
+        """Runs the drafter on `B` slots behind the newly verified tokens (`context`, `[1, n, C]`); `[1, B, D]`, after
+        its norm."""
         if self._target_cache is not None:
             drop_context(self._target_cache)  # a draft that fails half-way leaves a context that fits nothing
-        context = self._context(hidden_states, num_context)
         if self._chunks:
             context = torch.cat([*self._chunks, context], dim=1)
-            num_context = context.shape[1]
             self._chunks = []
-        positions = self._positions(input_ids, num_context, position_ids)  # [1, n + 1], the anchor's is the last
+        positions = self._positions(input_ids, context.shape[1], position_ids)  # [1, n + 1], the anchor's is the last
         if self._draft_states is not None:
             self._cache.crop(-self.block_size)  # the last block's own K/V
         elif self._prompt_rows is not None:
@@ -345,10 +356,21 @@ class RetraceCandidateGenerator(CandidateGenerator):
             keep_context(self._target_cache, self.drafter, self._cache, input_ids[:, :-1])
         return block
 
-    def _context(self, hidden_states, num_context: int) -> torch.Tensor:
-        """What the drafter reads of a target pass's first `num_context` tokens, `[1, n, F * D]`."""
+    def _context(self, hidden_states, model_outputs, num_context: int, verified: int) -> torch.Tensor:
+        """What the drafter reads of a target pass's first `num_context` tokens, `[1, n, C]`; with them the target's
+        cache holds `verified` tokens of `input_ids`."""
         taps = {i + 1: hidden_states[i + 1][:, :num_context] for i in self.target_layer_ids}
-        return self._received(gather_context_states(taps, self.target_layer_ids))
+        end = self._unseen + verified
+        rows = gather_context_rows(
+            taps,
+            self.target_layer_ids,
+            cache=model_outputs.cache if self.target_kv_layer_ids else None,
+            target_kv_layer_ids=self.target_kv_layer_ids,
+            start=end - num_context,
+            end=end,
+            shape=self.target_kv_shape,
+        )
+        return self._received(rows)
 
     def _received(self, states: torch.Tensor) -> torch.Tensor:
         return states.detach().to(device=self.device, dtype=self.dtype)
@@ -548,6 +570,7 @@ def check_pairing(drafter, target: PreTrainedModel, generation_config=None) -> N
     _check_models(drafter.config, target)
     if generation_config is not None:
         _check_options(generation_config, target)
+        _check_speculation(drafter.config, generation_config)
 
 
 def check_target(target: PreTrainedModel) -> None:
@@ -604,7 +627,7 @@ def _check_models(config, target: PreTrainedModel) -> None:
             f"The drafter was made for a target of {config.num_target_layers} layers and {name} has "
             f"{text.num_hidden_layers}; use the drafter that was trained for this target."
         )
-    check_target_layer_ids(config.target_layer_ids, text.num_hidden_layers)
+    _check_context(config, name, text)
     if config.block_size < 2:
         raise ValueError(
             f"The drafter's block_size is {config.block_size}; a block needs the anchor and at least one proposal: "
@@ -638,6 +661,45 @@ def _check_models(config, target: PreTrainedModel) -> None:
             f"The drafter's mask_token_id {config.mask_token_id} is also the target's padding or end token; an unused "
             "special token drafts better."
         )
+
+
+def _check_context(config, name: str, text) -> None:
+    """What the drafter reads of the target must be there (`text` is its text config)."""
+    if config.context_fusion != "kv":
+        check_target_layer_ids(config.target_layer_ids, text.num_hidden_layers)
+    if config.context_fusion in READS_TARGET_KV:
+        check_target_kv_layer_ids(config.target_kv_layer_ids, text)
+        heads, head_dim = target_kv_shape(text)
+        if (heads, head_dim) != (config.target_num_key_value_heads, config.target_head_dim):
+            raise ValueError(
+                f"The drafter reads {config.target_num_key_value_heads} key/value heads of "
+                f"{config.target_head_dim} channels and {name} has {heads} of {head_dim}; use the drafter that was "
+                "trained for this target."
+            )
+
+
+def _check_speculation(config, generation_config) -> None:
+    if getattr(generation_config, "speculation_type", None) == "dflash" and config.context_fusion in READS_TARGET_KV:
+        raise ValueError(
+            f"speculation_type is 'dflash', transformers' own generator, which hands over tapped states only, and "
+            f"this drafter reads the target's keys and values (context_fusion={config.context_fusion!r}); leave out "
+            "speculation_type, and switch a ReTrace's signal off by drafter.config.conditioning = 'none'."
+        )
+
+
+def _check_cached_kv(config, cache) -> None:
+    """A cache that the caller brings may be of another kind than the target's own."""
+    if config.context_fusion not in READS_TARGET_KV:
+        return
+    layers = cache.layers
+    for i in config.target_kv_layer_ids if layers else ():  # a cache that makes its layers later makes dynamic ones
+        kind = type(layers[i]).__name__ if i < len(layers) else "nothing"
+        if i >= len(layers) or layers[i].is_sliding or not isinstance(layers[i], (DynamicLayer, StaticLayer)):
+            raise ValueError(
+                f"Layer {i} of the {type(cache).__name__} is {kind}, which does not keep the keys and values of every "
+                f"token, and the drafter reads them (target_kv_layer_ids={list(config.target_kv_layer_ids)}); leave "
+                "out cache and cache_implementation, or assistant_model."
+            )
 
 
 def _check_options(generation_config, target: PreTrainedModel) -> None:
@@ -679,7 +741,11 @@ def _check_options(generation_config, target: PreTrainedModel) -> None:
 
 
 def check_inputs(
-    target: PreTrainedModel, input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    generation_config,
+    model_kwargs: dict[str, Any],
+    drafter=None,
 ) -> None:
     """Raises before the target has run if a drafter cannot serve these inputs.
 
@@ -688,6 +754,7 @@ def check_inputs(
         input_ids (`torch.LongTensor` of shape `[b, length]`): The prompt.
         generation_config (`GenerationConfig`): The call's options.
         model_kwargs (`dict`): The call's model inputs, its cache among them.
+        drafter ([`RetraceDrafter`], *optional*): Which one, for what it reads of the cache.
 
     Raises:
         ValueError: names what does not fit, and the cure.
@@ -715,6 +782,8 @@ def check_inputs(
             f"{type(cache).__name__} cannot be cropped after a rejected draft; leave out cache and "
             "cache_implementation, or assistant_model."
         )
+    if drafter is not None:
+        _check_cached_kv(drafter.config, cache)
     past = int(cache.get_seq_length())
     if past:
         _check_warm_cache(past, input_ids, generation_config, model_kwargs)

@@ -4,7 +4,13 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 
-CONTEXT_FUSIONS = ("shared",)
+CONTEXT_FUSIONS = ("shared", "layerwise", "kv", "hybrid")
+READS_TARGET_KV = ("kv", "hybrid")
+CONTEXT_FIELDS = (
+    *("context_fusion", "target_layer_ids", "target_kv_layer_ids", "target_num_key_value_heads", "target_head_dim"),
+    "context_kv_rope",
+)
+CONTEXT_KV_ROPES = ("kept", "reapplied")
 CONDITIONINGS = ("none", "overwrite", "gated", "corrected")
 PROPOSALS = ("argmax", "sample")
 
@@ -26,14 +32,28 @@ class RetraceConfig(PreTrainedConfig):
             Token whose target embedding fills slots 1 to `B - 1`.
         target_layer_ids (`list[int]`, *optional*):
             0-based target layers whose outputs are the context, `hidden_states[id + 1]`. The last layer is not among
-            them: transformers returns it after the final norm.
+            them: transformers returns it after the final norm. Empty for `context_fusion="kv"`, which reads none.
         num_target_layers (`int`, *optional*):
             Layers of the target.
         context_window (`int`, *optional*):
             Verified tokens that a block sees at most, the last ones before its anchor and the same ones in every
             slot; all by default. Bounds the drafter's cache and its time a round on long texts.
         context_fusion (`str`, defaults to `"shared"`):
-            How verified tokens become context. `"shared"`: one projection read by all draft layers (DFlash).
+            How verified tokens become context. `"shared"`: one projection of the tapped states, read by all draft
+            layers (DFlash). `"layerwise"`: a mixture of the tapped states for each draft layer, with projections of
+            its own (DFlare). `"kv"`: keys and values that the target has cached, projected (KVShot). `"hybrid"`: both,
+            joined by a gate.
+        target_kv_layer_ids (`list[int]`, *optional*):
+            0-based target layers whose cached keys and values `"kv"` and `"hybrid"` read. They must have full
+            attention. `from_target` names 3 evenly spaced ones.
+        target_num_key_value_heads (`int`, *optional*):
+            Key/value heads of the target's layers; for `"kv"` and `"hybrid"`.
+        target_head_dim (`int`, *optional*):
+            Their head size; for `"kv"` and `"hybrid"`.
+        context_kv_rope (`str`, defaults to `"kept"`):
+            Whether the target's keys are projected as they lie in its cache, rotated by their position (`"kept"`), or
+            RoPE is taken off, and put on again behind the projection (`"reapplied"`). The drafter's `rope_parameters`
+            are the target's for that.
         conditioning (`str`, defaults to `"corrected"`):
             What the rejected suffix of the last round adds to the next block: `"none"` (DFlash), `"corrected"`
             (ReTrace), or its ablations `"gated"` (no correction by target states) and `"overwrite"` (rejected states
@@ -83,6 +103,10 @@ class RetraceConfig(PreTrainedConfig):
     num_target_layers: int | None = None
     context_window: int | None = None
     context_fusion: str = "shared"
+    target_kv_layer_ids: list[int] | None = None
+    target_num_key_value_heads: int | None = None
+    target_head_dim: int | None = None
+    context_kv_rope: str = "kept"
     conditioning: str = "corrected"
     proposal: str = "argmax"
     item_slots: int = 0
@@ -99,6 +123,7 @@ class RetraceConfig(PreTrainedConfig):
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
         self._check_shape()
+        self._check_context()
         self._check_axes()
 
     def _check_shape(self):
@@ -130,9 +155,48 @@ class RetraceConfig(PreTrainedConfig):
                 "an unused special token of the target's tokenizer."
             )
 
-    def _check_axes(self):
+    def _check_context(self):
         if self.context_fusion not in CONTEXT_FUSIONS:
             raise ValueError(f"context_fusion is {self.context_fusion!r}; this version serves {CONTEXT_FUSIONS}.")
+        if self.context_kv_rope not in CONTEXT_KV_ROPES:
+            raise ValueError(f"context_kv_rope is {self.context_kv_rope!r}; it must be one of {CONTEXT_KV_ROPES}.")
+        needed = ("target_kv_layer_ids", "target_num_key_value_heads", "target_head_dim")
+        if self.context_fusion not in READS_TARGET_KV:
+            given = [name for name in needed if getattr(self, name) is not None]
+            given += ["context_kv_rope"] if self.context_kv_rope != "kept" else []
+            if given:
+                raise ValueError(
+                    f"{', '.join(given)} without effect: context_fusion={self.context_fusion!r} reads no keys and "
+                    f"values; leave out {given[0]}, or set context_fusion to one of {READS_TARGET_KV}."
+                )
+            return
+        missing = [name for name in needed if not getattr(self, name)]
+        if missing:
+            raise ValueError(
+                f"context_fusion={self.context_fusion!r} needs {', '.join(missing)}; from_target(), and "
+                "from_dflash() given the target, read them from the target."
+            )
+        if self.context_fusion == "kv":
+            if self.target_layer_ids:
+                raise ValueError(
+                    f"target_layer_ids is {self.target_layer_ids}, and context_fusion='kv' reads no hidden states; "
+                    "leave it out (target_kv_layer_ids names the layers), or use 'hybrid'."
+                )
+            self.target_layer_ids = []
+        if self.context_kv_rope == "reapplied":
+            if self.target_head_dim != self.head_dim:
+                raise ValueError(
+                    f"context_kv_rope='reapplied' takes the drafter's rotation off the target's keys, and head_dim is "
+                    f"{self.head_dim} there and {self.target_head_dim} here; use 'kept'."
+                )
+            if self.rope_parameters.get("rope_type") in ("dynamic", "longrope"):
+                raise ValueError(
+                    f"context_kv_rope='reapplied' with rope_type {self.rope_parameters['rope_type']!r}, whose "
+                    "frequencies change with the length of the text: which ones a key was rotated by is not known; "
+                    "use 'kept'."
+                )
+
+    def _check_axes(self):
         if self.conditioning not in CONDITIONINGS:
             raise ValueError(f"conditioning is {self.conditioning!r}; it must be one of {CONDITIONINGS}.")
         if self.proposal not in PROPOSALS:

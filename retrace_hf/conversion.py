@@ -10,6 +10,10 @@ from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from .configuration_retrace import CONTEXT_FIELDS, READS_TARGET_KV
+from .context import default_kv_layer_ids
+from .initialization import target_kv_fields
+
 
 # Shape fields that mean the same in every layout.
 _SHAPE_FIELDS = (
@@ -63,12 +67,38 @@ def dflash_fields(raw: dict) -> dict:
         if value is None:
             raise ValueError(f"The checkpoint's config names no {name}.")
         fields[name] = value
+    if layout == "retrace":
+        fields |= {name: raw[name] for name in CONTEXT_FIELDS if raw.get(name) is not None}
     fields["rope_parameters"] = _rope(raw, layout)
     kinds = set(raw.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(
             f"The checkpoint's layer_types are {sorted(kinds)}; only full attention means the same in every layout."
         )
+    return fields
+
+
+def changed_fusion(fields: dict, source: str, target: PreTrainedModel | None) -> dict:
+    """Fields of [`RetraceConfig`] that ask for another context than the checkpoint's, with what they need beside it.
+
+    Raises:
+        ValueError: the checkpoint's context cannot become this one.
+    """
+    wanted = fields["context_fusion"]
+    if source != "shared":
+        raise ValueError(
+            f"The checkpoint has context_fusion={source!r}, and only 'shared' can become another: {wanted!r} reads "
+            "the target with modules that it has no start for. Leave context_fusion out to keep the checkpoint's, or "
+            "start from a DFlash one."
+        )
+    if wanted == "kv":
+        fields = {**fields, "target_layer_ids": []}
+    if wanted in READS_TARGET_KV:
+        ids = fields.get("target_kv_layer_ids")
+        if target is not None:
+            fields = {**target_kv_fields(target, ids), **fields}
+        elif ids is None and fields.get("num_target_layers") is not None:
+            fields = {**fields, "target_kv_layer_ids": default_kv_layer_ids(fields["num_target_layers"])}
     return fields
 
 

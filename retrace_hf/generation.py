@@ -134,7 +134,7 @@ def _decoding(original: Callable) -> Callable:
         generation_config._retrace_stopping_criteria = call["stopping_criteria"]
         # The loop cuts blocks at the config's limit; plain generate() stops at the criterion's, which may be another.
         generation_config.max_length = call["stopping_criteria"].max_length
-        check_inputs(self, call["input_ids"], generation_config, call["model_kwargs"])
+        check_inputs(self, call["input_ids"], generation_config, call["model_kwargs"], drafter)
         cache = call["model_kwargs"]["cache"]
         with _not_recording_past(cache), _rolling_back(cache, generation_config):
             output = original(self, *args, **kwargs)

@@ -4,8 +4,15 @@ import torch
 from transformers import PreTrainedModel
 
 from .candidate_generator import check_target
-from .configuration_retrace import RetraceConfig
-from .context import check_target_layer_ids, default_target_layer_ids
+from .configuration_retrace import READS_TARGET_KV, RetraceConfig
+from .context import (
+    check_target_kv_layer_ids,
+    check_target_layer_ids,
+    default_kv_layer_ids,
+    default_target_layer_ids,
+    full_attention_layers,
+    target_kv_shape,
+)
 
 
 # Multimodal rotation: a text drafter takes plain positions.
@@ -18,6 +25,7 @@ def config_for_target(
     num_hidden_layers: int,
     block_size: int,
     target_layer_ids: list[int] | None = None,
+    context_fusion: str = "shared",
     **fields,
 ) -> RetraceConfig:
     """The [`RetraceConfig`] of a drafter for `target`; `fields` override what is read from the target's config.
@@ -38,9 +46,14 @@ def config_for_target(
             f"mask_token_id {mask_token_id} is outside the target's {rows} embedding rows; choose an unused special "
             "token, or call target.resize_token_embeddings() first."
         )
-    if target_layer_ids is None:
-        target_layer_ids = default_target_layer_ids(text.num_hidden_layers, num_hidden_layers)
-    check_target_layer_ids(target_layer_ids, text.num_hidden_layers)
+    if context_fusion in READS_TARGET_KV:
+        fields = {**target_kv_fields(target, fields.get("target_kv_layer_ids")), **fields}
+        if fields.get("context_kv_rope") == "reapplied":
+            _refuse_mrope(target, text)
+    if context_fusion != "kv":
+        if target_layer_ids is None:
+            target_layer_ids = default_target_layer_ids(text.num_hidden_layers, num_hidden_layers)
+        check_target_layer_ids(target_layer_ids, text.num_hidden_layers)
     heads = text.num_attention_heads
     shape = {
         "vocab_size": rows,
@@ -63,10 +76,40 @@ def config_for_target(
             "mask_token_id": mask_token_id,
             "num_hidden_layers": num_hidden_layers,
             "block_size": block_size,
-            "target_layer_ids": list(target_layer_ids),
+            "target_layer_ids": list(target_layer_ids or []),
+            "context_fusion": context_fusion,
             **fields,
         }
     )
+
+
+def target_kv_fields(target: PreTrainedModel, target_kv_layer_ids: list[int] | None = None) -> dict:
+    """What a drafter's config says of the keys and values that it reads: which layers', by default 3, and their shape.
+
+    The default is [`default_kv_layer_ids`]'s; in a target that has other layers beside those of full attention, each
+    moves to the nearest one of full attention, and duplicates go.
+    """
+    text = target.config.get_text_config(decoder=True)
+    if target_kv_layer_ids is None:
+        served = full_attention_layers(text)
+        wanted = default_kv_layer_ids(text.num_hidden_layers)
+        target_kv_layer_ids = sorted({min(served, key=lambda i: abs(i - w)) for w in wanted} if served else wanted)
+    check_target_kv_layer_ids(target_kv_layer_ids, text)
+    heads, head_dim = target_kv_shape(text)
+    return {
+        "target_kv_layer_ids": list(target_kv_layer_ids),
+        "target_num_key_value_heads": heads,
+        "target_head_dim": head_dim,
+    }
+
+
+def _refuse_mrope(target: PreTrainedModel, text) -> None:
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "mrope" or any(rope.get(key) for key in _MROPE_KEYS):
+        raise ValueError(
+            f"{type(target).__name__} rotates the keys of an image by positions of three dimensions, which the "
+            "drafter does not know, so RoPE cannot be taken off them; use context_kv_rope='kept'."
+        )
 
 
 def _refuse_unservable(target: PreTrainedModel, text) -> None:
@@ -109,8 +152,11 @@ def initialize_from_target(drafter, target: PreTrainedModel) -> None:
 
     Draft layer i takes the weights of target layer `last_tap + 1 + i` (the last ones where those run out). `fc` passes
     the last tap through and `hidden_norm` is the input norm of the layer behind it, so that the first draft layer
-    sees the context as that target layer does. The per-head norms of a target without them are set to the size its
-    queries and keys have on white inputs.
+    sees the context as that target layer does. With `context_fusion="layerwise"` the mixtures keep DFlare's start, and
+    the context's projections are that target layer's. With `"kv"` the draft layers are the target's from its last
+    reused layer on, and with it and `"hybrid"` each picks the keys and values of the reused layer that is nearest to
+    its own: draft layer 0 of `"kv"` attends to its target layer's own. The per-head norms of a target without them are
+    set to the size its queries and keys have on white inputs.
 
     Raises:
         ValueError: the target's layers are not of the Llama / Qwen shape.
@@ -125,21 +171,35 @@ def initialize_from_target(drafter, target: PreTrainedModel) -> None:
             f"{type(target).__name__} has no layers of the Llama / Qwen shape (an MLP gated by {config.hidden_act}), "
             "so draft layers cannot start from it; use init_from_target=False."
         )
-    first = min(config.target_layer_ids[-1] + 1, len(layers) - config.num_hidden_layers)
+    behind = config.target_kv_layer_ids[-1] if config.context_fusion == "kv" else config.target_layer_ids[-1] + 1
+    first = min(behind, len(layers) - config.num_hidden_layers)
     source = [layers[first + i] for i in range(config.num_hidden_layers)]
     for draft, layer in zip(drafter.layers, source):
         _copy_layer(draft, layer)
-    drafter.hidden_norm.weight.copy_(source[0].input_layernorm.weight)
+    if config.context_fusion != "kv":
+        drafter.hidden_norm.weight.copy_(source[0].input_layernorm.weight)
     drafter.norm.weight.copy_(target.get_decoder().norm.weight)
     size = config.hidden_size
-    drafter.fc.weight.zero_()
-    drafter.fc.weight[:, -size:] = torch.eye(size)
+    if config.context_fusion in ("shared", "hybrid"):
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -size:] = torch.eye(size)
+    for i, draft in enumerate(drafter.layers):
+        attention = draft.self_attn
+        if config.context_fusion == "layerwise":
+            attention.k_proj_target.load_state_dict(attention.k_proj.state_dict())
+            attention.v_proj_target.load_state_dict(attention.v_proj.state_dict())
+        elif config.context_fusion in READS_TARGET_KV:
+            reused = config.target_kv_layer_ids
+            nearest = min(range(len(reused)), key=lambda place: abs(reused[place] - first - i))
+            for projection in (attention.k_proj_target, attention.v_proj_target):
+                projection.weight.copy_(projection.picking(projection.weight, nearest))
 
 
 def _copy_layer(draft, layer) -> None:
     state = layer.state_dict()
     own = draft.state_dict()
-    needed = {k for k in own if not k.endswith(("q_norm.weight", "k_norm.weight"))}
+    added = ("q_norm.weight", "k_norm.weight", "_proj_target.weight", "_proj_target.bias")  # the draft layer's alone
+    needed = {k for k in own if not k.endswith(added) and "hybrid_gate" not in k}
     # Norms of other places make it another layer; biases of the projections are small and left behind.
     other = {k for k in set(state) - set(own) if not k.endswith("_proj.bias")}
     if other or not needed <= set(state) or any(state[k].shape != own[k].shape for k in needed):
@@ -155,3 +215,100 @@ def _copy_layer(draft, layer) -> None:
             weight = state[f"self_attn.{proj}.weight"].float() * norm
             target_norm = weight.pow(2).sum(dim=1).mean().sqrt()
         getattr(draft.self_attn, name).weight.copy_(target_norm.expand(draft.self_attn.head_dim))
+
+
+# -- from a DFlash to another context --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def start_from_shared(drafter, dflash, context_rows: torch.Tensor | None = None) -> None:
+    """Starts a drafter of another `context_fusion` from a DFlash one (`from_dflash` says what is kept).
+
+    Args:
+        context_rows (`torch.Tensor` of shape `[n, F * D]`, *optional*): Tapped states, for `"layerwise"`.
+    """
+    if context_rows is not None and drafter.config.context_fusion != "layerwise":
+        raise ValueError(
+            f"context_rows is for context_fusion='layerwise', not {drafter.config.context_fusion!r}; leave it out."
+        )
+    own = drafter.state_dict()
+    kept = {k: v for k, v in dflash.state_dict().items() if k in own}
+    drafter.load_state_dict(kept, strict=False)
+    if drafter.config.context_fusion == "layerwise":
+        _start_layerwise(drafter, dflash, context_rows)
+
+
+def _start_layerwise(drafter, dflash, context_rows: torch.Tensor | None) -> None:
+    """The mixture and the matrix behind it that together come nearest to `hidden_norm(fc(taps))`.
+
+    All layers start with the same mixture, since all of DFlash's layers read the same context. K passes a norm per
+    head, so for K only the matrix's direction matters; for V its scale does too.
+    """
+    size = drafter.config.hidden_size
+    blocks = dflash.fc.weight.double().view(size, -1, size).transpose(0, 1)  # [F, D, D]
+    scale = dflash.hidden_norm.weight.double()
+    if context_rows is None:
+        mixture, matrix = _fit_to_weights(blocks)
+    else:
+        if context_rows.ndim != 2 or context_rows.shape[1] != dflash.fc.weight.shape[1]:
+            raise ValueError(
+                f"context_rows has shape {tuple(context_rows.shape)}; it must be [n, {dflash.fc.weight.shape[1]}], "
+                "tapped states as gather_context_states() gives them."
+            )
+        rows = context_rows.to(device=blocks.device, dtype=torch.float32)
+        mixture, matrix = (part.double() for part in _fit_to_rows(blocks.float(), rows.unflatten(1, (-1, size))))
+    matrix = scale[:, None] * matrix
+    drafter.hidden_norm.weight.fill_(1.0)
+    drafter.layer_fusion.weight.copy_(mixture.log().expand_as(drafter.layer_fusion.weight))
+    for layer in drafter.layers:
+        attention = layer.self_attn
+        for ours, theirs in (
+            (attention.k_proj_target, attention.k_proj),
+            (attention.v_proj_target, attention.v_proj),
+        ):
+            ours.weight.copy_(theirs.weight.double() @ matrix)
+            if ours.bias is not None:
+                ours.bias.copy_(theirs.bias)
+
+
+def _fit_to_weights(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mixture `[F]` and matrix `[D, D]` nearest to `blocks`, for taps that are white noise of one size.
+
+    For a mixture a the best matrix is `sum_j a_j M_j / sum_j a_j^2`; the best mixture is the leading eigenvector of
+    the Gram matrix of the blocks. The rest is the two norms' sizes on such inputs.
+    """
+    gram = torch.einsum("jab,kab->jk", blocks, blocks)
+    mixture = torch.linalg.eigh(gram).eigenvectors[:, -1].abs().clamp(min=1e-4)
+    mixture = mixture / mixture.sum()
+    matrix = torch.einsum("j,jab->ab", mixture, blocks) / mixture.norm()
+    return mixture, matrix * blocks.shape[1] ** 0.5 / blocks.norm()
+
+
+def _fit_to_rows(blocks: torch.Tensor, taps: torch.Tensor, steps: int = 30) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mixture `[F]` and matrix `[D, D]` such that matrix @ norm(mixed taps) is nearest to norm(fc(taps)) over rows
+    `[n, F, D]`: gradient descent on the mixture, least squares for the matrix at each step."""
+
+    def normed(states: torch.Tensor) -> torch.Tensor:
+        return states / (states.pow(2).mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+
+    expected = normed(torch.einsum("jab,njb->na", blocks, taps))
+
+    def fit(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed = normed(torch.einsum("j,njb->nb", logits.softmax(0), taps))
+        gram = mixed.T @ mixed
+        ridge = 1e-4 * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
+        matrix = torch.linalg.solve((gram + ridge).double(), (mixed.T @ expected).double()).T.to(mixed)
+        return matrix, (mixed @ matrix.T - expected).pow(2).mean()
+
+    starts = [torch.zeros(len(blocks)).to(blocks), *(4.0 * torch.eye(len(blocks)).to(blocks))]
+    best = min(starts, key=lambda start: float(fit(start)[1]))
+    with torch.enable_grad():
+        logits = best.clone().requires_grad_()
+        optimizer = torch.optim.Adam([logits], lr=0.2)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            error = fit(logits)[1]
+            error.backward()
+            optimizer.step()
+    logits = min(best, logits.detach(), key=lambda candidate: float(fit(candidate)[1]))
+    return logits.softmax(0).clamp(min=1e-9), fit(logits)[0]

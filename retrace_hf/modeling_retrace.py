@@ -23,8 +23,18 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import find_adapter_config_file
 
 from .candidate_generator import RetraceCandidateGenerator
-from .configuration_retrace import RetraceConfig
-from .context import check_target_layer_ids, default_target_layer_ids
+from .configuration_retrace import CONTEXT_FIELDS, READS_TARGET_KV, RetraceConfig
+from .context import (
+    HybridGate,
+    LayerwiseFusion,
+    TargetProjection,
+    check_target_kv,
+    check_target_layer_ids,
+    default_target_layer_ids,
+    split_heads,
+    split_rows,
+    unrotate_keys,
+)
 from .generation import install_generate_hook
 from .hub import AUTO_MAP, write_code
 from .positions import GROWING_ROPES
@@ -65,12 +75,18 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 class RetraceAttention(nn.Module):
-    """Block queries over context and block; K and V of both come from the same projections (DFlash)."""
+    """Block queries over context and block.
+
+    Where the context's K and V come from is `config.context_fusion`: the block's own projections of the shared context
+    (DFlash), projections of its own (`k_proj_target`, `v_proj_target`) of a mixture of taps (DFlare), or such ones of
+    the target's cached K and V (KVShot). `"hybrid"` attends twice, over DFlash's context and over the target's K and
+    V, the block's own K and V behind each, and joins the two by a gate."""
 
     def __init__(self, config: RetraceConfig, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
+        self.fusion = config.context_fusion
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
@@ -81,47 +97,87 @@ class RetraceAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        if self.fusion == "layerwise":
+            self.k_proj_target = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+            self.v_proj_target = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        elif self.fusion in READS_TARGET_KV:
+            self.k_proj_target = TargetProjection(config, layer_idx)
+            self.v_proj_target = TargetProjection(config, layer_idx)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RetraceRMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RetraceRMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.hybrid_gate = HybridGate(config.hidden_size) if self.fusion == "hybrid" else None
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        context: torch.Tensor,
+        context: torch.Tensor | None,
+        target_kv: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         cache: DFlashCache | None = None,
         **kwargs,
     ) -> torch.Tensor:
         batch_size, query_length, _ = hidden_states.shape
-        both = torch.cat([context.to(hidden_states.dtype), hidden_states], dim=1)  # [b, n + Q, D]
-        queries = self.q_norm(self.q_proj(hidden_states).view(batch_size, query_length, -1, self.head_dim))
-        keys = self.k_norm(self.k_proj(both).view(batch_size, both.shape[1], -1, self.head_dim))
-        values = self.v_proj(both).view(batch_size, both.shape[1], -1, self.head_dim)
-        queries, keys, values = (states.transpose(1, 2) for states in (queries, keys, values))
-
         cos, sin = position_embeddings  # [b, n + Q, rotary_dim]; the block's positions are the last Q
-        queries = rotate(queries, cos[:, -query_length:], sin[:, -query_length:])
-        keys = rotate(keys, cos, sin)
-        if cache is not None:
-            # Context and block go in; the caller crops the block's B rows before the next round.
-            keys, values = cache.update(keys, values, self.layer_idx)
+        queries = self.q_norm(self.q_proj(hidden_states).view(batch_size, query_length, -1, self.head_dim))
+        queries = rotate(queries.transpose(1, 2), cos[:, -query_length:], sin[:, -query_length:])
+        if self.fusion == "kv":
+            context = hidden_states[:, :0]  # the states of the block alone are projected here
+        keys, values = self._project(context.to(hidden_states.dtype), hidden_states)
+        keys = rotate(keys, cos[:, -keys.shape[2] :], sin[:, -keys.shape[2] :])
+        if self.fusion in READS_TARGET_KV:
+            own = keys[:, :, -query_length:], values[:, :, -query_length:]
+            over_target = self._behind_target(target_kv, *own, cos, sin)
 
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        out, _ = attend(
-            self,
-            queries,
-            keys,
-            values,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        return self.o_proj(out.reshape(batch_size, query_length, -1).contiguous())
+        def attend(keys: torch.Tensor, values: torch.Tensor, stream: int) -> torch.Tensor:
+            if cache is not None:
+                # Context and block go in; the caller crops the block's B rows before the next round.
+                keys, values = cache.update(keys, values, stream)
+            function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
+            out, _ = function(
+                self,
+                queries,
+                keys,
+                values,
+                attention_mask,
+                dropout=self.attention_dropout if self.training else 0.0,
+                scaling=self.scaling,
+                **kwargs,
+            )
+            return self.o_proj(out.reshape(batch_size, query_length, -1).contiguous())
+
+        if self.fusion == "kv":
+            return attend(*over_target, self.layer_idx)
+        out = attend(keys, values, self.layer_idx)
+        if self.hybrid_gate is None:
+            return out
+        return self.hybrid_gate(out, attend(*over_target, self.config.num_hidden_layers + self.layer_idx))
+
+    def _project(self, context: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K (before RoPE) and V of the context's states `[b, n, D]` and of the block behind them,
+        `[b, heads, n + Q, head_dim]`."""
+        if self.fusion == "layerwise":
+            keys = torch.cat([self.k_proj_target(context), self.k_proj(hidden_states)], dim=1)
+            values = torch.cat([self.v_proj_target(context), self.v_proj(hidden_states)], dim=1)
+        else:
+            both = torch.cat([context, hidden_states], dim=1)  # [b, n + Q, D]
+            keys, values = self.k_proj(both), self.v_proj(both)
+        keys = self.k_norm(keys.view(*keys.shape[:2], -1, self.head_dim)).transpose(1, 2)
+        return keys, split_heads(values, self.head_dim)
+
+    def _behind_target(self, target_kv, keys, values, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the verified tokens, made from the target's own `[b, n, 2 * Ls * d_kv]`, and the block's behind
+        them."""
+        target_keys, target_values = target_kv.to(values.dtype).chunk(2, dim=-1)
+        target_keys = split_heads(self.k_proj_target(target_keys), self.head_dim)
+        target_values = split_heads(self.v_proj_target(target_values), self.head_dim)
+        if self.config.context_kv_rope == "reapplied":
+            length = target_kv.shape[1]
+            target_keys = rotate(target_keys, cos[:, :length], sin[:, :length])
+        return torch.cat([target_keys, keys], dim=2), torch.cat([target_values, values], dim=2)
 
 
 class RetraceDecoderLayer(GradientCheckpointingLayer):
@@ -132,9 +188,16 @@ class RetraceDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, **kwargs) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor | None,
+        target_kv: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
         # The context passes through no input norm: hidden_norm has normalised it already.
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), context, **kwargs)
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(normed, context, target_kv, **kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -194,6 +257,12 @@ def _check_has_tokenizer(path) -> None:
         )
 
 
+def _with_gradient(context: torch.Tensor | None) -> torch.Tensor | None:
+    if context is None or context.requires_grad:
+        return context
+    return context.detach().requires_grad_(torch.is_grad_enabled())
+
+
 class RetraceDrafter(RetracePreTrainedModel):
     r"""
     A drafter for one target. It has no embedding and no LM head: `generate()` lends it the target's.
@@ -212,9 +281,14 @@ class RetraceDrafter(RetracePreTrainedModel):
             raise ValueError("mask_token_id is missing; name an unused special token of the target's tokenizer.")
         if config.num_target_layers is None:
             raise ValueError("num_target_layers is missing; it is the target's num_hidden_layers.")
-        check_target_layer_ids(config.target_layer_ids, config.num_target_layers)
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.context_fusion != "kv":
+            check_target_layer_ids(config.target_layer_ids, config.num_target_layers)
+            taps = len(config.target_layer_ids)
+            if config.context_fusion == "layerwise":
+                self.layer_fusion = LayerwiseFusion(config.num_hidden_layers, taps)
+            else:
+                self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
+            self.hidden_norm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(RetraceDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RetraceRotaryEmbedding(config)
@@ -237,8 +311,9 @@ class RetraceDrafter(RetracePreTrainedModel):
         Args:
             noise_embeds (`torch.Tensor` of shape `[b, Q, D]`):
                 Target embeddings of the block(s): anchor, then masks. Q = B in generation, N * B in training.
-            context_hidden_states (`torch.Tensor` of shape `[b, n, F * D]`):
-                Tapped target states of the verified tokens that are not in `cache` yet, strictly before the anchor.
+            context_hidden_states (`torch.Tensor` of shape `[b, n, C]`):
+                Rows of the verified tokens that are not in `cache` yet, strictly before the anchor: tapped target
+                states, C = F * D, and what else `config.context_fusion` reads (`context.py`).
             position_ids (`torch.LongTensor` of shape `[b, n + Q]`, *optional*):
                 Positions of context and block. By default they follow what is cached.
             attention_mask (`torch.Tensor`, *optional*):
@@ -255,29 +330,43 @@ class RetraceDrafter(RetracePreTrainedModel):
             LM head. Slot 0's is not used.
         """
         hidden_states = self._admit(noise_embeds, trajectory)
-        context = self.hidden_norm(self.fc(context_hidden_states))  # [b, n, D]
+        taps, target_kv = split_rows(context_hidden_states, self.config)
+        contexts = self._contexts(taps)
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
-            length = context.shape[1] + noise_embeds.shape[1]
+            length = taps.shape[1] + noise_embeds.shape[1]
             position_ids = torch.arange(seen, seen + length, device=noise_embeds.device)[None]
         if attention_mask is None or len(attention_mask.shape) == 2:
-            attention_mask = self._within_window(attention_mask, noise_embeds, context, cache)
+            attention_mask = self._within_window(attention_mask, noise_embeds, taps, cache)
         mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=noise_embeds, attention_mask=attention_mask, cache=cache
         )
-        if self.gradient_checkpointing and self.training and not context.requires_grad:
-            # A reentrant checkpoint gives its layer no gradients unless an input has one (fc and hidden_norm frozen).
-            context = context.detach().requires_grad_(torch.is_grad_enabled())
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer in self.layers:
+        if self.config.context_kv_rope == "reapplied":
+            before_block = (turn[:, : taps.shape[1]] for turn in position_embeddings)
+            target_kv = unrotate_keys(target_kv, *before_block, self.config.target_head_dim)
+        if self.gradient_checkpointing and self.training:
+            # A reentrant checkpoint gives its layer no gradients unless an input has one (fc and hidden_norm frozen).
+            contexts = [_with_gradient(context) for context in contexts]
+            target_kv = _with_gradient(target_kv) if self.config.context_fusion == "kv" else target_kv
+        for layer, context in zip(self.layers, contexts):
             hidden_states = layer(
                 hidden_states,
                 context,
+                target_kv,
                 position_embeddings=position_embeddings,
                 attention_mask=mask,
                 cache=cache,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+
+    def _contexts(self, taps: torch.Tensor) -> list[torch.Tensor | None]:
+        """The fused context `[b, n, D]` that each layer reads; `None` where none reads tapped states."""
+        if self.config.context_fusion == "kv":
+            return [None] * len(self.layers)
+        if self.config.context_fusion == "layerwise":
+            return [self.hidden_norm(mixture) for mixture in self.layer_fusion(taps)]
+        return [self.hidden_norm(self.fc(taps))] * len(self.layers)
 
     def _within_window(self, mask, noise_embeds, context, cache) -> torch.Tensor | None:
         """The 2-D mask, or none, with context hidden that lies before `config.context_window`."""
@@ -372,14 +461,15 @@ class RetraceDrafter(RetracePreTrainedModel):
             num_hidden_layers (`int`, defaults to 5): Draft layers.
             block_size (`int`, defaults to 16): Slots of a block.
             target_layer_ids (`list[int]`, *optional*):
-                Tapped layers; by default as many as draft layers, spread as DFlash does.
+                Tapped layers; by default as many as draft layers, spread as DFlash does. Not for
+                `context_fusion="kv"`, which takes `target_kv_layer_ids` (as `"hybrid"` does), 3 by default.
             init_from_target (`bool`, defaults to `False`):
                 Start the draft layers from the target's last layers and the context from its last tap, where the
                 target's layers are of the Llama / Qwen shape (see `initialization.py`).
-            config: Other fields of [`RetraceConfig`], e.g. `conditioning`.
+            config: Other fields of [`RetraceConfig`], e.g. `conditioning`, `context_fusion`.
 
         Raises:
-            ValueError: no mask token, or a target that a block drafter cannot serve.
+            ValueError: no mask token, or a target that a block drafter cannot serve, or not with this context.
         """
         from .initialization import config_for_target, initialize_from_target
 
@@ -394,26 +484,61 @@ class RetraceDrafter(RetracePreTrainedModel):
             )
         )
         drafter = drafter.to(device=target.get_input_embeddings().weight.device, dtype=torch.float32)
+        if drafter.config.context_fusion in READS_TARGET_KV:
+            reapplied = drafter.config.context_kv_rope == "reapplied"
+            check_target_kv(target, drafter.config.target_kv_layer_ids, drafter.rotary_emb if reapplied else None)
         if init_from_target:
             initialize_from_target(drafter, target)
         return drafter
 
     @classmethod
-    def from_dflash(cls, path_or_model, **config) -> "RetraceDrafter":
+    def from_dflash(
+        cls,
+        path_or_model,
+        target: PreTrainedModel | None = None,
+        context_rows: torch.Tensor | None = None,
+        **config,
+    ) -> "RetraceDrafter":
         """Opens a DFlash drafter as the start of a ReTrace: the backbone key for key, new modules initialised.
+
+        With another `context_fusion` than the checkpoint's the backbone is kept and the context starts so:
+
+        - `"hybrid"`: the checkpoint's own, key for key, and attention over the target's K/V beside it whose share
+          starts at zero. It drafts as the checkpoint does, bit for bit, until it is trained.
+        - `"layerwise"`: DFlash's context is a full matrix for each tap, DFlare's a scalar. The mixture starts as
+          DFlare's; `k_proj_target`, `v_proj_target` are `k_proj`, `v_proj` behind the one matrix that is nearest to
+          what `fc` does to the mixed taps: by least squares on `context_rows` where they are given, else on the
+          weights alone, as if the taps were white noise. See `initialization.py`.
+        - `"kv"`: queries, block projections and MLPs are kept, `fc` and `hidden_norm` go. The projections pick the
+          target's own keys and values, which these queries have never seen.
 
         Args:
             path_or_model (`str`, `os.PathLike` or `PreTrainedModel`):
                 A Hub id or folder in the z-lab layout, the transformers-native layout, or our own with
-                `conditioning="none"`; or such a model.
+                `conditioning="none"` (any `context_fusion`, which is kept); or such a model.
+            target (`PreTrainedModel`, *optional*):
+                The target, for `"kv"` and `"hybrid"`: the shape of its keys and values is read from it. Else pass
+                `target_kv_layer_ids`, `target_num_key_value_heads` and `target_head_dim`.
+            context_rows (`torch.Tensor` of shape `[n, F * D]`, *optional*):
+                Tapped states of some text, for the start of `"layerwise"`.
             config: Fields of [`RetraceConfig`] to set, e.g. `conditioning` (default `"corrected"`).
 
         Raises:
-            ValueError: another layout, or keys that do not match the backbone.
+            ValueError: another layout, keys that do not match the backbone, or a context that the checkpoint's cannot
+                become.
         """
-        from .conversion import load_dflash
+        from .conversion import changed_fusion, load_dflash
+        from .initialization import start_from_shared
 
         fields, state = load_dflash(path_or_model)
+        source = fields.get("context_fusion", "shared")
+        if config.get("context_fusion", source) != source:
+            changed = changed_fusion({**fields, "conditioning": "corrected", **config}, source, target)
+            kept = {k: v for k, v in config.items() if k not in CONTEXT_FIELDS}
+            known = cls.from_dflash(path_or_model, **{**kept, "conditioning": "none"})
+            drafter = cls(RetraceConfig(**changed))
+            start_from_shared(drafter, known, context_rows)
+            return drafter.to(known.dtype).eval()
         drafter = cls(RetraceConfig(**{**fields, "conditioning": "corrected", **config}))
         backbone = {k for k in drafter.state_dict() if not k.startswith("trajectory.")}
         if backbone != set(state):

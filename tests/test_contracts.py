@@ -444,6 +444,26 @@ def test_dflash_cache():
     )
 
 
+def test_cached_keys_and_values_by_layer():
+    """What drafters of context_fusion "kv" and "hybrid" read, and how layers that keep every row are told apart."""
+    stands = "context.py gather_context_kv() and full_attention_layers()"
+    model = tiny_model()
+    cache = DynamicCache(config=model.config)
+    assert all(type(layer) is DynamicLayer for layer in cache.layers), moved("full attention has other layers", stands)
+    with torch.no_grad():
+        model.get_decoder()(PROMPT, cache=cache, use_cache=True)
+    shapes = {tuple(getattr(layer, kind).shape) for layer in cache.layers for kind in ("keys", "values")}
+    assert len(cache.layers) == 6 and shapes == {(1, 2, PROMPT.shape[1], 8)}, moved(
+        f"a cache of 6 layers over {PROMPT.shape[1]} tokens holds keys and values of {shapes}",
+        stands,
+    )
+    output = model(PROMPT, use_cache=True)
+    assert output.cache.layers[0].keys.shape[2] == PROMPT.shape[1], moved(
+        "a pass does not return its cache as `cache`",
+        "candidate_generator.py _context() and data/features.py _states()",
+    )
+
+
 def test_target_caches():
     dynamic = DynamicCache(config=tiny_model().config)
     static = StaticCache(config=tiny_model().config, max_cache_len=32)

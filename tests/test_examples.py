@@ -351,3 +351,45 @@ def test_a_curve_of_tau_against_tokens(folder, traffic, run, tmp_path, monkeypat
     old = {"log_history": [{"tau_fresh": 2.0, "step": 1}]}
     (tmp_path / "old.json").write_text(json.dumps(old))
     run.fails("plot_learning_curve.py", tmp_path / "old.json", message="without num_input_tokens_seen; train with")
+
+
+@pytest.mark.slow
+def test_the_ablation_trains_measures_and_goes_on(folder, run, tmp_path, monkeypatch, capsys):
+    """Three contexts, both arms of each; stopped in between; then all is there and nothing runs again."""
+    folder, _ = folder
+    chats = folder / "chats" / "self_chat_00000.jsonl.gz"
+    options = ["--target", folder / "target", "--responses", chats, "--output_dir", tmp_path]
+    options += ["--fusions", "shared", "layerwise", "hybrid", "--init_from", folder / "stage1"]
+    options += ["--features_dir", folder / "features"]
+    options += ["--stage1_steps", 1, "--stage2_steps", 2, "--num_carried_rounds", 1, "--logging_steps", 1]
+    options += ["--per_device_train_batch_size", 2, "--num_anchors", 4, "--use_cpu", "True", "--report_to", "none"]
+    options += ["--limit_prompts", 1, "--max_new_tokens", 12, "--timed_prompts", 1, "--disable_tqdm", "True"]
+    steps, real = [], RetraceTrainer.training_step
+
+    def count(self, *args, **kwargs):
+        steps.append(self.args.output_dir.rsplit("/", 1)[-1])
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(RetraceTrainer, "training_step", count)
+    run.fails("ablation.py", *options, message="interrupted; the same command goes on", code=130)
+    run("ablation.py", *options)
+    others = [[f"{f}-stage1"] + [f"{f}-none"] * 2 + [f"{f}-corrected"] * 2 for f in ("layerwise", "hybrid")]
+    assert steps[4:] == ["shared-corrected"] * 2 + sum(others, [])
+    results, fusions = json.loads((tmp_path / "results.json").read_text()), ("shared", "layerwise", "hybrid")
+    assert set(results["arms"]) == {f"{f}-{a}" for f in fusions for a in ("stage1", "none", "corrected")}
+    hybrid = results["arms"]["hybrid-corrected"]
+    assert hybrid["context_fusion"] == "hybrid" and hybrid["conditioning"] == "corrected"
+    assert hybrid["parameters"] > results["arms"]["shared-corrected"]["parameters"]
+    assert [step for step, _ in hybrid["gate_mean"]] == [1, 2] and hybrid["drafter_ms"] > 0
+    assert set(results["corrected_over_none"]) == {f"{f}-corrected" for f in fusions}
+    assert set(results["over_shared"]) == {name for name in results["arms"] if "shared" not in name}
+    text = (tmp_path / "results.md").read_text()
+    assert "| hybrid-corrected | 2 |" in text and "Mean gate of hybrid-stage1" in text
+    assert (tmp_path / "results.png").stat().st_size > 10_000
+    monkeypatch.setattr(sys.modules["evaluate_drafters"], "roll_out", lambda *args: pytest.fail("measured again"))
+    before = (tmp_path / "results.json").read_text()
+    run("ablation.py", *options)
+    assert len(steps) == 16 and (tmp_path / "results.json").read_text() == before
+    run.fails("ablation.py", *options, "--depths", 2, message="--init_from brings its own layers")

@@ -46,6 +46,8 @@ def folders(target, drafter, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     target.save_pretrained(folder / "target")
     drafter.save_pretrained(folder / "drafter")
+    hybrid = tiny_drafter(target, context_fusion="hybrid", context_kv_rope="reapplied")
+    randomize(hybrid).save_pretrained(folder / "hybrid")
     ship_drafter.ship_weights(folder / "drafter", folder / "card")
     assert files_of(folder / "card") == {"config.json", "model.safetensors"}
     RetraceDrafter.from_pretrained(folder / "card").save_pretrained(folder / "shipped")
@@ -93,7 +95,7 @@ try:
 except ValueError as error:
     found["untrusted"] = str(error)
 
-for name in ("drafter", "shipped"):
+for name in ("hybrid", "drafter", "shipped"):
     drafter = AutoModel.from_pretrained(f"{folder}/{name}", trust_remote_code=True)
     generation = importlib.import_module(type(drafter).__module__.rsplit(".", 1)[0] + ".generation")
     with generation.record_acceptance() as stats:
@@ -104,6 +106,10 @@ drafter.save_pretrained(f"{folder}/again")
 untrained = type(drafter).from_target(target, mask_token_id=199, num_hidden_layers=2, conditioning="none")
 found["from_target"] = run(assistant_model=untrained)
 found["from_dflash"] = run(assistant_model=type(drafter).from_dflash(untrained))
+warm = type(drafter).from_dflash(untrained, context_fusion="hybrid", target=target)
+found["other contexts"] = run(assistant_model=warm) and run(
+    assistant_model=type(drafter).from_target(target, mask_token_id=199, num_hidden_layers=2, context_fusion="kv")
+)
 found["package"] = "retrace_hf" in sys.modules
 
 # And beside the package, imported late.
@@ -162,7 +168,8 @@ def test_code_is_not_run_untrusted(clean):
 
 
 def test_a_loaded_copy_makes_drafters_too(clean):
-    assert clean["from_target"] and clean["from_dflash"]
+    assert clean["from_target"] and clean["from_dflash"] and clean["other contexts"]
+    assert clean["hybrid"]["equal"] and len(clean["hybrid"]["accepted"]) > 0
 
 
 def test_the_package_beside_a_copy_wraps_nothing_twice(clean):

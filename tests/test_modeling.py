@@ -348,7 +348,9 @@ def test_draft_layers_may_start_from_the_targets(target):
     [
         ({"block_size": 1}, "block_size is 1"),
         ({"conditioning": "maybe"}, "conditioning is 'maybe'"),
-        ({"context_fusion": "kv"}, "context_fusion is 'kv'"),
+        ({"context_fusion": "both"}, "context_fusion is 'both'"),
+        ({"context_fusion": "kv"}, "needs target_kv_layer_ids, target_num_key_value_heads, target_head_dim"),
+        ({"target_kv_layer_ids": [1]}, "'shared' reads no keys and values"),
         ({"item_slots": 4}, "item_slots=4"),
         ({"context_window": 0}, "context_window is 0"),
         ({"mask_token_id": 999, "vocab_size": 200}, "mask_token_id 999"),

@@ -286,15 +286,15 @@ def test_training_equals_decoding_within_a_context_window(window):
 
 
 @torch.no_grad()
-def check_training_equals_decoding(family, conditioning, window=None):
+def check_training_equals_decoding(family, conditioning, window=None, **fields):
     """Every round of a generate() call, rebuilt by the training path from the anchor before it."""
     target = tiny_target(family)
     ids, mask = text_of(target)
-    drafter = randomize(tiny_drafter(target, conditioning=conditioning, context_window=window))
+    drafter = randomize(tiny_drafter(target, conditioning=conditioning, context_window=window, **fields))
     half_right(target, drafter, ids)
     rounds = decode_rounds(target, drafter, ids, prompt_length=9)
     config, embedding = drafter.config, target.get_input_embeddings()
-    clean = rollout.read_clean_text(target, ids, config.target_layer_ids, room=BLOCK_SIZE)
+    clean = rollout.read_clean_text(target, ids, config.target_layer_ids, BLOCK_SIZE, config.target_kv_layer_ids)
     seen, signals = 0, 0
     for (anchor, decoded), (next_anchor, next_decoded) in zip(rounds, rounds[1:]):
         # Features: all context handed over so far, and nothing else.
@@ -348,7 +348,10 @@ def test_noise_is_anchor_then_masks():
 # -- break it, and see -----------------------------------------------------------------------------------------------
 
 BREAKS = {
-    "tap index": ("gather_context_states", lambda real: lambda states, ids: real(states, [i - 1 for i in ids])),
+    "tap index": (
+        "gather_context_rows",
+        lambda real: lambda states, ids, *args: real(states, [i - 1 for i in ids], *args),
+    ),
     "position offset": ("block_positions", lambda real: lambda anchors, size: real(anchors + 1, size)),
     "context mask": (
         "visible_context",

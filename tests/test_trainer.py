@@ -674,7 +674,11 @@ def shifted_labels(real):
 
 FAULTS = {
     "label shift": (trainer_module, "block_labels", shifted_labels),
-    "tap index": (rollout, "gather_context_states", lambda real: lambda h, ids: real(h, [i - 1 for i in ids])),
+    "tap index": (
+        rollout,
+        "gather_context_rows",
+        lambda real: lambda h, ids, *args: real(h, [i - 1 for i in ids], *args),
+    ),
     "position offset": (rollout, "block_positions", lambda real: lambda a, size: real(a + 3, size)),
 }
 

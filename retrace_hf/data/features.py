@@ -21,7 +21,13 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
-from ..context import captured_layers, check_target_layer_ids, gather_context_states
+from ..context import (
+    captured_layers,
+    check_target_kv_layer_ids,
+    check_target_layer_ids,
+    gather_context_rows,
+    target_kv_shape,
+)
 from ..files import written_whole
 
 
@@ -57,7 +63,13 @@ def target_fingerprint(target) -> str:
     return digest.hexdigest()
 
 
-def features_key(target, dataset, target_layer_ids: Sequence[int], with_last: bool = False) -> str:
+def features_key(
+    target,
+    dataset,
+    target_layer_ids: Sequence[int],
+    with_last: bool = False,
+    target_kv_layer_ids: Sequence[int] | None = None,
+) -> str:
     """
     Hex digest of everything the features depend on.
 
@@ -66,10 +78,13 @@ def features_key(target, dataset, target_layer_ids: Sequence[int], with_last: bo
         dataset (`datasets.Dataset`): rows with `input_ids`.
         target_layer_ids (sequence of `int`): 0-based ids of the tapped layers, in the order they are concatenated.
         with_last (`bool`, *optional*, defaults to `False`): whether the last hidden state is kept beside them.
+        target_kv_layer_ids (sequence of `int`, *optional*): layers whose keys and values are kept too.
     """
     digest = hashlib.sha256(f"v{FORMAT_VERSION} {list(target_layer_ids)} {target_fingerprint(target)}".encode())
     if with_last:
         digest.update(b"last")
+    if target_kv_layer_ids:
+        digest.update(f"kv {list(target_kv_layer_ids)}".encode())
     for ids in dataset["input_ids"]:
         digest.update(len(ids).to_bytes(8, "little"))
         digest.update(np.asarray(ids, dtype=np.int64).tobytes())
@@ -78,10 +93,11 @@ def features_key(target, dataset, target_layer_ids: Sequence[int], with_last: bo
 
 class TargetFeatures:
     """
-    Features of a frozen target over a dataset, in a folder: `features.bin`, float16 `[total_tokens, F*D]`, row-major,
+    Features of a frozen target over a dataset, in a folder: `features.bin`, float16 `[total_tokens, C]`, row-major,
     the dataset's rows in order; `index.json`, what it is and where each row starts. `features[row]` is the
-    memory-mapped `np.float16` array `[length, F*D]` of a row. Where they were built `with_last`, each token's last
-    hidden state (after the final norm) stands behind its taps, `[length, (F+1)*D]`: the source of soft targets.
+    memory-mapped `np.float16` array `[length, C]` of a row: tapped states, C = F*D, and keys and values where they are
+    asked for (`context.py`). Where they were built `with_last`, each token's last hidden state (after the final norm)
+    stands behind them, `[length, C+D]`: the source of soft targets.
 
     Make one with [`TargetFeatures.build_or_open`].
     """
@@ -103,7 +119,7 @@ class TargetFeatures:
     def __getitem__(self, row: int) -> np.ndarray:
         if not 0 <= row < len(self):
             raise IndexError(f"Row {row} of {len(self)}: these features belong to another dataset.")
-        return self._array[self.offsets[row] : self.offsets[row + 1]]  # [length, F*D]
+        return self._array[self.offsets[row] : self.offsets[row + 1]]  # [length, C]
 
     def __getstate__(self) -> dict:
         # A pickled memory map is a copy of the whole file; a worker process maps it again instead.
@@ -158,6 +174,7 @@ class TargetFeatures:
         batch_size: int = 16,
         progress: bool = True,
         with_last: bool = False,
+        target_kv_layer_ids: Sequence[int] | None = None,
     ) -> "TargetFeatures":
         """
         Runs the target over the dataset and keeps the tapped layers. An interrupted build goes on where it stopped
@@ -171,14 +188,18 @@ class TargetFeatures:
             batch_size (`int`, *optional*, defaults to 16): sequences a forward, of similar lengths.
             progress (`bool`, *optional*, defaults to `True`): show a bar with tokens per second.
             with_last (`bool`, *optional*, defaults to `False`): keep the last hidden state too, for soft targets.
+            target_kv_layer_ids (sequence of `int`, *optional*): layers whose keys and values are kept too, for a
+                drafter that reads them; `target_layer_ids` may then be empty.
 
         Raises:
             `ValueError`: an empty dataset or row, taps out of range, or a value that float16 cannot hold.
             `OSError`: not enough room on the disk.
         """
-        key = features_key(target, dataset, target_layer_ids, with_last)
+        key = features_key(target, dataset, target_layer_ids, with_last, target_kv_layer_ids)
         with _lock(path):
-            _Build(target, dataset, target_layer_ids, path, key, batch_size, with_last).run(progress)
+            _Build(target, dataset, target_layer_ids, path, key, batch_size, with_last, target_kv_layer_ids).run(
+                progress
+            )
             return cls.open(path, key, verify=False)
 
     @classmethod
@@ -191,12 +212,13 @@ class TargetFeatures:
         batch_size: int = 16,
         progress: bool = True,
         with_last: bool = False,
+        target_kv_layer_ids: Sequence[int] | None = None,
     ) -> "TargetFeatures":
         """
         Opens the features in `path` where they are whole and still right, else builds them. Arguments and errors are
         those of [`TargetFeatures.build`]. Several processes may call it at once: one builds, the others wait.
         """
-        key = features_key(target, dataset, target_layer_ids, with_last)
+        key = features_key(target, dataset, target_layer_ids, with_last, target_kv_layer_ids)
         with _lock(path):
             try:
                 return cls.open(path, key)
@@ -204,7 +226,9 @@ class TargetFeatures:
                 pass
             except ValueError as error:
                 logger.warning("The target's features are computed anew. %s", error)
-            _Build(target, dataset, target_layer_ids, path, key, batch_size, with_last).run(progress)
+            _Build(target, dataset, target_layer_ids, path, key, batch_size, with_last, target_kv_layer_ids).run(
+                progress
+            )
             return cls.open(path, key, verify=False)
 
 
@@ -216,20 +240,27 @@ def _lock(path: str | Path) -> FileLock:
 class _Build:
     """One build: a partial file beside the finished one, a note of how much of it is written, and the renaming."""
 
-    def __init__(self, target, dataset, target_layer_ids, path, key: str, batch_size: int, with_last: bool):
+    def __init__(
+        self, target, dataset, target_layer_ids, path, key: str, batch_size: int, with_last: bool, target_kv_layer_ids
+    ):
         self.target, self.path, self.batch_size = target, Path(path), batch_size
         self.taps, self.with_last = list(target_layer_ids), with_last
+        self.kv_layers = list(target_kv_layer_ids or ())
         self.rows = [list(ids) for ids in dataset["input_ids"]]
         config = target.config.get_text_config()
         self.num_layers = config.num_hidden_layers
-        _check_build(self.rows, self.taps, self.num_layers)
+        _check_build(self.rows, self.taps, self.kv_layers, config)
         self.lengths = [len(ids) for ids in self.rows]
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
-        self.shape = (int(self.offsets[-1]), (len(self.taps) + with_last) * config.hidden_size)
+        self.kv_shape = target_kv_shape(config) if self.kv_layers else (0, 0)
+        width = (len(self.taps) + with_last) * config.hidden_size
+        width += 2 * len(self.kv_layers) * self.kv_shape[0] * self.kv_shape[1]
+        self.shape = (int(self.offsets[-1]), width)
         self.index = {
             "format": FORMAT_VERSION,
             "key": key,
             "target_layer_ids": self.taps,
+            "target_kv_layer_ids": self.kv_layers,
             "hidden_size": config.hidden_size,
             "with_last": with_last,
             "width": self.shape[1],
@@ -286,8 +317,13 @@ class _Build:
                     noted = time.monotonic()
 
     def _states(self, rows: list[list[int]]) -> torch.Tensor:
-        outputs = _run_target(self.target, rows, captured_layers(self.taps, self.num_layers, with_last=False))
-        states = gather_context_states(outputs.hidden_states, self.taps)  # [b, S, F*D]
+        captured = captured_layers(self.taps, self.num_layers, with_last=False)
+        outputs = _run_target(self.target, rows, captured, use_cache=bool(self.kv_layers))
+        cache = outputs.cache if self.kv_layers else None
+        length = outputs.last_hidden_state.shape[1]
+        states = gather_context_rows(
+            outputs.hidden_states, self.taps, cache, self.kv_layers, 0, length, self.kv_shape
+        )  # [b, S, C]
         if not self.with_last:
             return states
         return torch.cat([states, outputs.last_hidden_state.to(states.device)], dim=-1)
@@ -305,13 +341,16 @@ class _Build:
         self.note.unlink(missing_ok=True)
 
 
-def _check_build(rows: list[list[int]], taps: list[int], num_layers: int):
+def _check_build(rows: list[list[int]], taps: list[int], kv_layers: list[int], config):
     if not rows:
         raise ValueError("The dataset is empty; there is nothing to compute features of.")
     empty = [row for row, ids in enumerate(rows) if not ids]
     if empty:
         raise ValueError(f"Row {empty[0]} of the dataset has no input_ids; drop such rows first.")
-    check_target_layer_ids(taps, num_layers)
+    if taps or not kv_layers:
+        check_target_layer_ids(taps, config.num_hidden_layers)
+    if kv_layers:
+        check_target_kv_layer_ids(kv_layers, config)
 
 
 def _allocate(file: Path, size: int):
@@ -334,7 +373,7 @@ def _allocate(file: Path, size: int):
 
 
 @torch.no_grad()
-def _run_target(target, rows: list[list[int]], captured: list[int]):
+def _run_target(target, rows: list[list[int]], captured: list[int], use_cache: bool):
     lengths = torch.tensor([len(ids) for ids in rows])
     # Padding stands on the right of a causal model: no real token sees it, whatever its id.
     input_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
@@ -346,7 +385,7 @@ def _run_target(target, rows: list[list[int]], captured: list[int]):
         input_ids=input_ids.to(device),
         attention_mask=attention_mask.to(device),
         output_hidden_states=captured,
-        use_cache=False,
+        use_cache=use_cache,
     )
 
 

@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DFlashCache
 
 from ..candidate_generator import check_pairing, draft_logits
+from ..context import context_size, new_draft_cache
 from ..generation import AcceptanceStats
 from ..noise import block_tokens, embed_block
 from ..positions import block_positions
@@ -91,7 +92,7 @@ def _begin(target, drafter, chosen, sequences, prompt_lengths, max_new_tokens) -
     input_ids = input_ids.to(device)
     prompts = torch.tensor([prompt_lengths[i] for i in chosen], device=device)
     room = config.block_size if config.conditioning == "corrected" else None
-    clean = read_clean_text(target, input_ids, config.target_layer_ids, room)
+    clean = read_clean_text(target, input_ids, config.target_layer_ids, room, config.target_kv_layer_ids)
     batch = _Batch(
         index=torch.tensor(chosen),
         input_ids=input_ids,
@@ -108,8 +109,7 @@ def _begin(target, drafter, chosen, sequences, prompt_lengths, max_new_tokens) -
 def _context_cache(drafter, features: torch.Tensor) -> DFlashCache:
     """The drafter's K/V over all clean tokens; masks hide what a block may not see yet."""
     block_size = drafter.config.block_size
-    cache = DFlashCache(config=drafter.config)
-    cache.activate_past_recording()
+    cache = new_draft_cache(drafter.config)
     cache.set_previous_accepted_tokens(features.shape[1])
     drafter(
         noise_embeds=features.new_zeros(features.shape[0], block_size, drafter.config.hidden_size),
@@ -159,7 +159,7 @@ def _draft(target, drafter, batch: _Batch) -> torch.Tensor:
     rule = visibility(blocks, length, config.block_size, False, config.context_window)
     states = drafter(
         noise_embeds=embeds,
-        context_hidden_states=embeds.new_zeros(len(ids), 0, len(config.target_layer_ids) * config.hidden_size),
+        context_hidden_states=embeds.new_zeros(len(ids), 0, context_size(config)),
         position_ids=block_positions(blocks.anchors, config.block_size),
         attention_mask=attention_mask(
             drafter, rule, len(ids), config.block_size, length + config.block_size, ids.device

@@ -30,6 +30,9 @@ class RetraceTrainingArguments(TrainingArguments):
             confidence (arXiv 2605.18810), normalised by the number of blocks.
         loss_gamma (`float`, *optional*):
             gamma of the decay, in slots; 7, 5, 4 for B = 16, 10, 8 by default.
+        loss_gamma_growth (`float`, *optional*, defaults to 0):
+            What gamma grows by with each epoch, so that later slots count for more once the first ones are learnt
+            (DFlare, arXiv 2606.02091: from 4.5 by 1 at B = 16). Evaluation keeps the first epoch's.
         dpace_alpha (`float`, *optional*, defaults to 0.5):
             alpha of D-PACE.
         soft_share (`float`, *optional*, defaults to 0):
@@ -75,6 +78,7 @@ class RetraceTrainingArguments(TrainingArguments):
     beta_warmup_steps: int = field(default=50, metadata={"help": "Steps over which beta rises from 0 to 1."})
     loss_type: str = field(default="decay", metadata={"help": "decay or dpace.", "choices": ["decay", "dpace"]})
     loss_gamma: float | None = field(default=None, metadata={"help": "Decay of the slot weights, in slots."})
+    loss_gamma_growth: float = field(default=0.0, metadata={"help": "What gamma grows by with each epoch."})
     dpace_alpha: float = field(default=0.5, metadata={"help": "alpha of D-PACE."})
     soft_share: float = field(default=0.0, metadata={"help": "Share of KL(target || drafter) in each slot's loss."})
     loss_chunk_size: int = field(default=1024, metadata={"help": "Rows whose logits exist at once."})
@@ -93,6 +97,13 @@ class RetraceTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.loss_type not in ("decay", "dpace"):
             raise ValueError(f"loss_type is {self.loss_type!r}; it must be 'decay' or 'dpace'.")
+        if self.loss_gamma_growth and self.loss_type != "decay":
+            raise ValueError(
+                f"loss_gamma_growth is {self.loss_gamma_growth}; it has no effect with loss_type={self.loss_type!r}, "
+                "leave it out."
+            )
+        if self.loss_gamma_growth < 0:
+            raise ValueError(f"loss_gamma_growth is {self.loss_gamma_growth}; it must be at least 0.")
         for name in ("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel"):
             if getattr(self, name):
                 raise ValueError(f"{name} is {getattr(self, name)}; it has no effect on a drafter, leave it out.")

@@ -41,19 +41,27 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
 
+def is_mixture(name: str) -> bool:
+    """Whether a parameter is the softmax's logits of `context_fusion="layerwise"`."""
+    return "layer_fusion." in name
+
+
 def muon_with_adamw(model: nn.Module, decayed: set[str], args) -> MuonWithAdamW:
-    """The optimizer for a drafter: every trainable matrix by Muon, the rest by AdamW with decay where `decayed`."""
+    """The optimizer for a drafter: every trainable matrix by Muon, the rest by AdamW with decay where `decayed`.
+    DFlare's mixture weights are logits, a row for each layer, and no matrix."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in named if p.ndim == 2 and not is_mixture(name)]
+    named = [(name, p) for name, p in named if p.ndim != 2 or is_mixture(name)]
     others = [
         {"params": chosen, "weight_decay": decay}
         for chosen, decay in (
-            ([p for name, p in named if p.ndim != 2 and name in decayed], args.weight_decay),
-            ([p for name, p in named if p.ndim != 2 and name not in decayed], 0.0),
+            ([p for name, p in named if name in decayed], args.weight_decay),
+            ([p for name, p in named if name not in decayed], 0.0),
         )
         if chosen
     ]
     return MuonWithAdamW(
-        [p for _, p in named if p.ndim == 2],
+        matrices,
         others,
         lr=args.learning_rate,
         weight_decay=args.weight_decay,

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import Cache, PreTrainedModel
 
-from ..context import captured_layers, gather_context_states
+from ..context import captured_layers, gather_context_rows
 from ..noise import block_tokens, embed_block
 from ..positions import block_positions
 from ..roomy_cache import roomy_cache
@@ -26,8 +26,8 @@ class Blocks(NamedTuple):
 
 
 class TargetPass(NamedTuple):
-    """features (`[b, S, F * D]`): The tapped states. last (`[b, S, D]`): The states after the final norm. cache: The
-    target's K/V over the clean tokens, where asked for."""
+    """features (`[b, S, C]`): The rows of context (`context.py`). last (`[b, S, D]`): The states after the final norm.
+    cache: The target's K/V over the clean tokens, where asked for."""
 
     features: torch.Tensor
     last: torch.Tensor
@@ -162,19 +162,26 @@ def attention_mask(
 
 @torch.no_grad()
 def read_clean_text(
-    target: PreTrainedModel, input_ids: torch.Tensor, target_layer_ids: list[int], room: int | None = None
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    target_layer_ids: list[int],
+    room: int | None = None,
+    target_kv_layer_ids: list[int] | None = None,
 ) -> TargetPass:
-    """The frozen target over the clean tokens `[b, S]` (right-padded): tapped states, and K/V for verification with
-    room for so many drafted tokens, where `room` is given."""
+    """The frozen target over the clean tokens `[b, S]` (right-padded): the drafter's rows of context, and K/V for
+    verification with room for so many drafted tokens, where `room` is given."""
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    cache = None if room is None else roomy_cache(layers, input_ids.shape[1] + room)
+    length, cache = input_ids.shape[1], None
+    if room is not None or target_kv_layer_ids:
+        cache = roomy_cache(layers, length + (room or 0))
     out = target.get_decoder()(
         input_ids,
         cache=cache,
         use_cache=cache is not None,
         output_hidden_states=captured_layers(target_layer_ids, layers, with_last=False),
     )
-    return TargetPass(gather_context_states(out.hidden_states, target_layer_ids), out.last_hidden_state, cache)
+    rows = gather_context_rows(out.hidden_states, target_layer_ids, cache, target_kv_layer_ids, 0, length)
+    return TargetPass(rows, out.last_hidden_state, None if room is None else cache)
 
 
 def draft_blocks(
@@ -191,7 +198,7 @@ def draft_blocks(
         drafter ([`RetraceDrafter`], wrapped or not): With gradient where the caller has it on.
         embedding (`torch.nn.Module`): The target's embedding.
         input_ids (`torch.LongTensor` of shape `[b, S]`): Clean tokens.
-        features (`torch.Tensor` of shape `[b, S, F * D]`): Their tapped states.
+        features (`torch.Tensor` of shape `[b, S, C]`): Their rows of context.
         blocks ([`Blocks`]): The anchors.
         trajectory ([`RejectedTrajectory`], *optional*): Signal of the round before, `[b, N * B, ...]`.
 

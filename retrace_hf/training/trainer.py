@@ -14,6 +14,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..candidate_generator import check_pairing, draft_logits, transform_logits
+from ..configuration_retrace import READS_TARGET_KV
+from ..context import check_target_kv, context_size, gate_mean
 from ..data import RetraceDataCollator
 from ..hub import write_code
 from ..seeds import mixed_generator
@@ -21,7 +23,7 @@ from .arguments import RetraceTrainingArguments
 from .checkpoints import is_whole, last_whole_checkpoint
 from .eval_prompts import draft_prompts, first_of_each_kind, read_eval_rows
 from .losses import SeenTokens, chunked_loss, decay_weights, default_gamma, dpace_weights
-from .optimizer import muon_with_adamw
+from .optimizer import is_mixture, muon_with_adamw
 from .rollout import (
     Blocks,
     block_labels,
@@ -132,14 +134,14 @@ class RetraceTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As upstream, and draws each sequence's anchors from (seed, step, place in the global batch)."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        total = torch.zeros((), device=device)
+        total, gamma = torch.zeros((), device=device), self._gamma(training=True)
         size, accumulated = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
         for i, batch in enumerate(batches):
             # The processes take batches in turn, so this is a row's place whatever their number.
             turn = (self.state.global_step * accumulated + i) * self.args.world_size + self.args.process_index
             blocks = self._draw_anchors(batch["loss_mask"], first=turn * size)
             batch["anchors"], batch["anchors_valid"] = blocks
-            total += self._count_items(batch, blocks).to(device)
+            total += self._count_items(batch, blocks, gamma).to(device)
         if self.args.world_size > 1:
             total = self.accelerator.gather(total).sum()
         return batches, total
@@ -148,13 +150,13 @@ class RetraceTrainer(Trainer):
         generators = [mixed_generator(self.args.seed, first + i) for i in range(loss_mask.shape[0])]
         return sample_anchors(loss_mask, self.args.num_anchors, generators)
 
-    def _count_items(self, batch: dict, blocks: Blocks) -> torch.Tensor:
+    def _count_items(self, batch: dict, blocks: Blocks, gamma: float) -> torch.Tensor:
         """What the loss is divided by: sum of slot weights (decay) or blocks (D-PACE) of the fresh round."""
         block_size = self._config.block_size
         _, supervised = block_labels(batch["input_ids"], batch["loss_mask"], blocks, block_size)
         if self.args.loss_type == "dpace":
             return blocks.valid.sum().float()
-        return decay_weights(supervised, self._gamma).sum()
+        return decay_weights(supervised, gamma).sum()
 
     def _verifies(self, config) -> bool:
         """Whether steps read the target's states on drafted blocks."""
@@ -168,9 +170,10 @@ class RetraceTrainer(Trainer):
     def _config(self):
         return self._unwrapped.config
 
-    @property
-    def _gamma(self) -> float:
-        return self.args.loss_gamma or default_gamma(self._config.block_size)
+    def _gamma(self, training: bool) -> float:
+        """gamma of the decay, which may grow with the epochs in training; evaluations stay comparable."""
+        gamma = self.args.loss_gamma or default_gamma(self._config.block_size)
+        return gamma + (self.args.loss_gamma_growth * int(self.state.epoch or 0) if training else 0.0)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class RetraceTrainer(Trainer):
         """Loss of the fresh round and of every carried one, each weighted alike."""
         blocks = self._blocks_of(inputs)
         if num_items_in_batch is None:
-            num_items_in_batch = self._count_items(inputs, blocks)
+            num_items_in_batch = self._count_items(inputs, blocks, self._gamma(self.model.training))
         self._set_beta()
         with self.accelerator.autocast():
             losses = self._roll_out(model, inputs, blocks)
@@ -210,6 +213,7 @@ class RetraceTrainer(Trainer):
         embedding = self.target.get_input_embeddings()
         for carried in range(self.args.num_carried_rounds + 1):
             states = draft_blocks(model, embedding, input_ids, features, blocks, trajectory)
+            self._record_gate()
             labels, supervised = block_labels(input_ids, loss_mask, blocks, config.block_size)
             teacher = None if last is None else scoring_states(last, blocks, config.block_size)
             loss, drafted = self._block_loss(states, labels, supervised, blocks.valid, teacher)
@@ -238,17 +242,21 @@ class RetraceTrainer(Trainer):
         soft = self.args.soft_share > 0
         features, last = inputs.get("context_hidden_states"), inputs.get("target_last_states")
         if room is not None or features is None or (soft and last is None):
-            clean = read_clean_text(self.target, inputs["input_ids"], self._config.target_layer_ids, room)
+            config = self._config
+            clean = read_clean_text(
+                self.target, inputs["input_ids"], config.target_layer_ids, room, config.target_kv_layer_ids
+            )
             return clean.features, clean.last if soft else None, clean.cache
         return features, last if soft else None, None
 
     def _check_width(self, features: torch.Tensor):
         config = self._config
-        width = len(config.target_layer_ids) * config.hidden_size
+        width = context_size(config)
         if features.shape[-1] != width:
+            kv = f" and target_kv_layer_ids={config.target_kv_layer_ids}" if config.target_kv_layer_ids else ""
             raise ValueError(
                 f"The features have {features.shape[-1]} values a token and the drafter reads {width}, of "
-                f"target_layer_ids={config.target_layer_ids}; build them for these (TargetFeatures.build_or_open)."
+                f"target_layer_ids={config.target_layer_ids}{kv}; build them for these (TargetFeatures.build_or_open)."
             )
 
     def _block_loss(self, states, labels, supervised, valid, teacher=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,7 +277,7 @@ class RetraceTrainer(Trainer):
         if self.args.loss_type == "dpace":
             weights = dpace_weights(cross_entropy.view(row_labels.shape), supervised, self.args.dpace_alpha)
         else:
-            weights = decay_weights(supervised, self._gamma)
+            weights = decay_weights(supervised, self._gamma(self.model.training))
         if self._seen is not None:
             predictions = self._seen.token_ids[predictions]
         drafted = torch.zeros_like(labels)
@@ -312,6 +320,10 @@ class RetraceTrainer(Trainer):
             _split_trajectory_group(optimizer, self.model, rate)
         return optimizer
 
+    def get_decay_parameter_names(self, model) -> list[str]:
+        """As upstream, without DFlare's mixture weights, which decay would draw to the mean of the taps."""
+        return [name for name in super().get_decay_parameter_names(model) if not is_mixture(name)]
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         with torch.no_grad():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
@@ -321,6 +333,12 @@ class RetraceTrainer(Trainer):
         """Acceptance by round on known text."""
         name = "tau_fresh" if carried == 0 else f"tau_carried_{carried}"
         self._add(name, ((accepted + 1) * blocks.valid).sum(), blocks.valid.sum())
+
+    def _record_gate(self):
+        """How open a hybrid drafter's gates were in its last forward: near 0 the target's K/V are not used."""
+        mean = gate_mean(self._unwrapped)
+        if mean is not None:
+            self._add("gate_mean", mean, torch.ones_like(mean))
 
     def _add(self, name: str, value: torch.Tensor, count: torch.Tensor):
         """Adds to a mean that is kept on the device and read only when logged."""
@@ -496,6 +514,8 @@ class RetraceTrainer(Trainer):
 def _check_drafter(drafter: nn.Module, target: PreTrainedModel, device: torch.device):
     """Raises where this drafter cannot be trained for this target, or not here; and upcasts it."""
     check_pairing(drafter, target)
+    if drafter.config.context_fusion in READS_TARGET_KV:
+        check_target_kv(target, drafter.config.target_kv_layer_ids)
     _check_attention(drafter, device)
     _use_float32(drafter)
 
