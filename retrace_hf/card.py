@@ -297,9 +297,8 @@ def _describe(folder: Path, config: dict, name: str, base_model: str | None) -> 
     if count:
         loaded = config.get("dtype")
         note = f", stored in {' and '.join(dtypes)}"
-        rows["parameters"] = f"{count / 1e6:.1f} million{note}" + (
-            f", loaded as {loaded}" if loaded and [loaded] != dtypes else ""
-        )
+        size = f"{count / 1e6:.1f} million" if count >= 1e5 else f"{count:,}"
+        rows["parameters"] = f"{size}{note}" + (f", loaded as {loaded}" if loaded and [loaded] != dtypes else "")
     return DESCRIPTION.format(
         title=_heading(config, name, base_model),
         what=f"A block drafter for speculative decoding (DFlash, arXiv 2602.06036), {conditioning}.\n"
@@ -315,7 +314,9 @@ def _describe(folder: Path, config: dict, name: str, base_model: str | None) -> 
 
 def _heading(config: dict, name: str, base_model: str | None) -> str:
     kind = "DFlash" if config["conditioning"] == "none" else "ReTrace"
-    return f"{kind} drafter for {base_model.split('/')[-1]}" if base_model else f"{kind} drafter {name.split('/')[-1]}"
+    return (
+        f"{kind} drafter for {base_model.split('/')[-1]}" if base_model else f"{name.split('/')[-1]}, a {kind} drafter"
+    )
 
 
 def _weights(folder: Path) -> tuple[int, list[str]]:

@@ -241,9 +241,9 @@ class _Handler(BaseHTTPRequestHandler):
         return entry
 
     def validate_yaml(self, body):
-        return (
-            {"errors": [], "warnings": []} if "---" in json.loads(body)["content"] else {"errors": [], "warnings": []}
-        )
+        head = json.loads(body)["content"].split("---")[1]
+        errors = [] if ":" in head else [{"message": "The metadata is empty"}]
+        return {"errors": errors, "warnings": []}
 
     def preupload(self, body, repo, revision):
         self._repository(repo, write=True)
