@@ -7,9 +7,9 @@ from retrace_hf.generation import AcceptanceStats
 
 
 _DESCRIPTION = """
-Acceptance length (tau) of speculative decoding: the mean number of tokens that a pass of the target yields, its accepted
-proposals and the one token of the target itself. The prefill is no round; every later pass is one, also where nothing
-was proposed. 1 is a drafter that is never right, B one that is always right in blocks of B.
+Acceptance length (tau) of speculative decoding: the mean number of tokens that a pass of the target yields, its
+accepted proposals and the one token of the target itself. The prefill is no round; every later pass is one, also where
+nothing was proposed. 1 is a drafter that is never right, B one that is always right in blocks of B.
 """
 
 _KWARGS_DESCRIPTION = """
@@ -17,14 +17,14 @@ Args:
     predictions (`list` of `list` of `int`): For each request, how many proposals each of its rounds accepted
         (`accepted_per_round` of `retrace_hf.record_acceptance()`). A request without a round is an empty list.
     proposed (`list` of `list` of `int`, *optional*): How many proposals those rounds verified; adds `acceptance_at`.
-    average (`str`, defaults to `"rounds"`): `"rounds"` pools the rounds of all requests; `"requests"` takes the mean of
-        the requests' own tau, of those that have a round.
+    average (`str`, defaults to `"rounds"`): `"rounds"` pools the rounds of all requests; `"requests"` takes the mean
+        of the requests' own tau, of those that have a round.
 Returns:
     acceptance_length (`float`): tau, 1 or more.
     rounds (`int`): Rounds counted.
     new_tokens (`int`): Tokens generated, the one of each prefill included.
-    acceptance_at (`list` of `float`, with `proposed`): For slot k = 1, 2, ... the share of rounds that accepted k proposals
-        or more, among those that verified at least k.
+    acceptance_at (`list` of `float`, with `proposed`): For slot k = 1, 2, ... the share of rounds that accepted k
+        proposals or more, among those that verified at least k.
 Examples:
     Two requests, of two rounds and of one:
 

@@ -11,14 +11,14 @@ bfloat16 a near-tie between two tokens may fall the other way now and then.
 
 _KWARGS_DESCRIPTION = """
 Args:
-    predictions (`list` of `list` of `int`, or `list` of `str`): What was generated with a drafter, as token ids or text.
-        Token ids are the better choice: different ids can decode to one text.
+    predictions (`list` of `list` of `int`, or `list` of `str`): What was generated with a drafter, as token ids or
+        text. Token ids are the better choice: different ids can decode to one text.
     references (`list` of `list` of `int`, or `list` of `str`): What plain `generate()` gave for the same prompts.
 Returns:
     match_rate (`float`): Share of outputs that are equal, from 0.0 to 1.0.
     matches (`int`): Their number.
-    first_difference (`list` of `int`): For each output, the place of the first token (or character) where it parts from
-        its reference; -1 where they are equal.
+    first_difference (`list` of `int`): For each output, the place of the first token (or character) where it parts
+        from its reference; -1 where they are equal.
 Examples:
     >>> import evaluate
     >>> from retrace_hf.evaluation import metric_path
@@ -47,7 +47,8 @@ class MatchRate(evaluate.Metric):
         )
 
     def compute(self, *, predictions=None, references=None, **kwargs):
-        if predictions is not None and not len(predictions):  # upstream fails on it, looking for its kind
+        """As upstream, which fails on no predictions at all, looking for their kind."""
+        if predictions is not None and not len(predictions):
             raise ValueError("predictions is empty, and a share of nothing is not a number.")
         return super().compute(predictions=predictions, references=references, **kwargs)
 

@@ -8,16 +8,16 @@ import evaluate
 
 
 _DESCRIPTION = """
-How many times as fast a drafted `generate()` is as a plain one: the seconds of the plain call over those of the drafted
-one, prompt by prompt. Time both in one run, turn about, so that a machine that drifts harms neither.
+How many times as fast a drafted `generate()` is as a plain one: the seconds of the plain call over those of the
+drafted one, prompt by prompt. Time both in one run, turn about, so that a machine that drifts harms neither.
 """
 
 _KWARGS_DESCRIPTION = """
 Args:
     predictions (`list` of `float`): Seconds of each prompt with a drafter.
     references (`list` of `float`): Seconds of the same prompts without one.
-    prediction_tokens (`list` of `int`, *optional*): Tokens generated with a drafter. With `reference_tokens` the seconds
-        are compared for each token: needed where the texts differ in length, as under sampling.
+    prediction_tokens (`list` of `int`, *optional*): Tokens generated with a drafter. With `reference_tokens` the
+        seconds are compared for each token: needed where the texts differ in length, as under sampling.
     reference_tokens (`list` of `int`, *optional*): Tokens generated without one.
 Returns:
     speculative_speedup (`float`): Median of the prompts' ratios; above 1 is faster than plain.
