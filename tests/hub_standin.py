@@ -272,13 +272,13 @@ class _Handler(BaseHTTPRequestHandler):
             one = {"oid": wanted["oid"], "size": wanted["size"]}
             if wanted["oid"] not in self.hub.large:
                 one["actions"] = {
-                    "upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}", "header": {}},
+                    "upload": {"href": f"{self.hub.url}/{repo}/lfs/{wanted['oid']}", "header": {}},
                     "verify": {"href": f"{self.hub.url}/{repo}.git/info/lfs/verify", "header": {}},
                 }
             objects.append(one)
         return {"transfer": "basic", "objects": objects}
 
-    def lfs_put(self, body, oid):
+    def lfs_put(self, body, repo, oid):
         if hashlib.sha256(body).hexdigest() != oid:
             raise Fault(400, message="The content does not have that hash")
         self.hub.large[oid] = body
@@ -358,6 +358,6 @@ _ROUTES = [
     ("GET", rf"/api/models/{_REPO}", _Handler.info),
     ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
     ("POST", rf"/{_REPO}\.git/info/lfs/verify", _Handler.lfs_verify),
-    ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", _Handler.lfs_put),
+    ("PUT", rf"/{_REPO}/lfs/(?P<oid>[0-9a-f]{{64}})", _Handler.lfs_put),
     ("GET HEAD", rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)", _Handler.resolve),
 ]
