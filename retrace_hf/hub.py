@@ -106,6 +106,8 @@ def unchanged_source(drafter) -> Path | None:
 
 
 def _same_weights(file: Path, state: dict[str, torch.Tensor]) -> bool:
+    if any(weight.is_meta for weight in state.values()):  # offloaded: not looked at
+        return False
     with safe_open(file, "pt") as stored:
         return set(stored.keys()) == set(state) and all(
             torch.equal(stored.get_tensor(name).to(weight.dtype), weight.detach().cpu())
@@ -117,7 +119,7 @@ def _bring_along(source: Path, folder: Path) -> None:
     """What was measured is what is published: the weights as they are stored, and the notes that go by their hash."""
     for name in ("results.json", "training.json"):
         if (source / name).is_file() and not (folder / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            write_text(folder / name, redacted((source / name).read_text(encoding="utf-8")))
     if (folder / "model.safetensors").is_file():
         shutil.copyfile(source / "model.safetensors", folder / "model.safetensors")
 
