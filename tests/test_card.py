@@ -148,6 +148,7 @@ def test_the_command_renders_checks_and_leaves_alone_what_is_written_by_hand(fol
         ("run.py --hub-token=abc", "run.py --hub-token=***"),
         ("run.py --token 'a b' --api_key=q", "run.py --token *** --api_key=***"),
         ("x hf_abcdefghijklmnopqrstuvwxyz y", "x *** y"),
+        ('{"command": "run.py --hub_token abc", "x": 1}', '{"command": "run.py --hub_token ***", "x": 1}'),
         ("--endpoint https://me:pw@host/v1", "--endpoint https://***@host/v1"),
         ("--mask_token '<|fim_pad|>' --num_tokens 5 --api-key-env KEY", None),
         ("retrace_hf_something_that_is_rather_long https://host/a@b", None),
