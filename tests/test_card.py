@@ -85,6 +85,8 @@ def test_the_card_says_how_it_was_trained_from_the_first_weights_known(folder):
     before = json.loads((folder / "results.json").read_text())["provenance"]["arms"]["stage1"]["training"]
     assert card.index(training["command"]) < card.index(before["command"]) < card.index(before["init_from"])
     assert "Stopped at step 700" in card
+    edit(folder, "training.json", lambda note: note.update(command="python train.py --hub_token abc"))  # an older note
+    assert "train.py --hub_token ***\n" in render_card(folder)
 
 
 def test_results_of_other_weights_are_refused(folder):
