@@ -62,4 +62,4 @@ arm overwrite overwrite
 "$PYTHON" examples/evaluate_drafters.py --output "$RUNS/results.json" --arm stage1="$RUNS/stage1" \
     --arm sft="$RUNS/sft" --arm overwrite="$RUNS/overwrite" --arm gated="$RUNS/gated" --arm corrected="$CARD" \
     --generate corrected --generate-limit 16 --generate-rest
-"$PYTHON" examples/ship_drafter.py --results "$RUNS/results.json" "$CARD"
+"$PYTHON" examples/ship_drafter.py --results "$RUNS/results.json" --license apache-2.0 "$CARD"

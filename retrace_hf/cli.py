@@ -79,6 +79,33 @@ def prepare(
     print(f"To train on it: python examples/train_retrace.py --responses {output_dir}/tokens_*.jsonl.gz ...")
 
 
+_DATASET = typer.Option(None, help="Hub id of data it was trained on; may be repeated.")
+
+
+@app.command()
+def card(
+    folder: str = typer.Argument(help="Folder of the drafter, with results.json and training.json if any."),
+    base_model: str | None = typer.Option(None, help="Hub id of the target; what training.json or the card says."),
+    license: str | None = typer.Option(None, help="As the Hub names it, e.g. apache-2.0; what the card says."),
+    dataset: list[str] | None = _DATASET,
+    repo_id: str | None = typer.Option(None, help="Hub id of the drafter; what the card says, or org/FOLDER."),
+    check: bool = typer.Option(False, "--check", help="Write nothing; exit status 1 if README.md is not current."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Also replace a README.md that was written by hand."),
+):
+    """Render the model card, README.md, of a drafter's folder; no figure on it is typed by hand."""
+    from .card import card_is_current, write_card
+
+    options = {"base_model": base_model, "license": license, "datasets": dataset, "repo_id": repo_id}
+    if not check:
+        write_card(folder, overwrite=overwrite, **options)
+        print(f"{folder}/README.md is written.")
+    elif card_is_current(folder, **options):
+        print(f"{folder}/README.md is current.")
+    else:
+        print(f"{folder}/README.md is not current; `retrace-hf card {folder}` renders it.", file=sys.stderr)
+        raise typer.Exit(1)
+
+
 def main():
     """Entry point."""
     run_command(app, "retrace-hf")

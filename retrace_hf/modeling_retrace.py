@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ from .context import (
     unrotate_keys,
 )
 from .generation import install_generate_hook
-from .hub import AUTO_MAP, write_code
+from .hub import AUTO_MAP, complete_folder, plain_hub_errors, read_card, write_code
 from .positions import GROWING_ROPES
 from .trajectory import RejectedTrajectory, TrajectoryFusion, overwrite_embeds
 
@@ -431,16 +432,23 @@ class RetraceDrafter(RetracePreTrainedModel):
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
         """As in transformers, with the code beside weights and config that a load with `trust_remote_code` needs where
-        this package is not installed."""
+        this package is not installed. With `push_to_hub=True` the card goes up in the same commit."""
         self.config.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        self._card_before = read_card(save_directory)  # upstream writes over it before it uploads
+        with plain_hub_errors(kwargs.get("repo_id", save_directory)):
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
             write_code(save_directory)
 
-    def _upload_modified_files(self, working_dir, *args, **kwargs):
-        # save_pretrained(push_to_hub=True) uploads before it comes back here.
-        write_code(working_dir)
-        return super()._upload_modified_files(working_dir, *args, **kwargs)
+    @wraps(PreTrainedModel.push_to_hub)
+    def push_to_hub(self, repo_id: str, *args, **kwargs):
+        with plain_hub_errors(repo_id):
+            return super().push_to_hub(repo_id, *args, **kwargs)
+
+    def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs):
+        # save_pretrained(push_to_hub=True) and push_to_hub() come here with weights, config and some card.
+        complete_folder(working_dir, self, repo_id, self._card_before)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     @classmethod
     def from_target(

@@ -674,12 +674,27 @@ def test_pipelines(monkeypatch):
 
 def test_pushing_to_the_hub():
     found = parameters(PreTrainedModel._upload_modified_files)
-    assert found[:2] == ["self", "working_dir"], moved(
+    assert found[:3] == ["self", "working_dir", "repo_id"], moved(
         f"_upload_modified_files takes {found}", "modeling_retrace.py RetraceDrafter._upload_modified_files()"
     )
     assert "_upload_modified_files" in inspect.getsource(PreTrainedModel.save_pretrained), moved(
         "save_pretrained(push_to_hub=True) does not upload through _upload_modified_files",
         "modeling_retrace.py RetraceDrafter.save_pretrained()",
+    )
+
+
+def test_the_card_that_transformers_makes_up(monkeypatch):
+    from transformers.utils import hub
+
+    from retrace_hf.hub import is_own
+
+    def nothing_there(*args, **kwargs):
+        raise hub.EntryNotFoundError("no card")
+
+    monkeypatch.setattr(hub.ModelCard, "load", nothing_there)
+    card = hub.create_and_tag_model_card("ada/drafter", ["mine"])
+    assert card.data.tags == ["mine"] and not is_own(str(card)), moved(
+        "the card that transformers makes up for a repository has another text", "hub.py _STUB"
     )
 
 
@@ -699,6 +714,10 @@ def test_trainer():
         "call_model_init": ["self", "trial"],
         "_save_checkpoint": ["self", "model", "trial"],
         "_push_from_checkpoint": ["self", "checkpoint_folder"],
+        "create_model_card": [
+            *("self", "language", "license", "tags", "model_name", "finetuned_from", "tasks"),
+            *("dataset_tags", "dataset", "dataset_args"),
+        ],
         "_get_output_dir": ["self", "trial"],
         "_track_num_input_tokens": ["self", "inputs"],
         "_set_signature_columns_if_needed": ["self"],

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModel
 
 import retrace_hf
@@ -229,25 +228,6 @@ def test_the_auto_map_names_what_is_there():
 def test_only_the_main_process_writes_code(drafter, tmp_path):
     drafter.save_pretrained(tmp_path, is_main_process=False)
     assert not list(tmp_path.rglob("*.py"))
-
-
-def test_pushing_while_saving_uploads_the_code(drafter, tmp_path, monkeypatch):
-    class Hub:
-        operations = []
-
-        def create_repo(self, repo_id, **kwargs):
-            return type("Url", (), {"repo_id": repo_id})
-
-        def create_commit(self, operations, **kwargs):
-            self.operations = [operation.path_in_repo for operation in operations]
-
-    hub = Hub()
-    monkeypatch.setattr("transformers.modeling_utils.hf_api", lambda: hub)
-    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda: hub)
-    for _ in range(2):  # also over what an earlier call left
-        drafter.save_pretrained(tmp_path / "drafter", push_to_hub=True)
-        assert {*code_files(), "config.json", "model.safetensors"} <= set(hub.operations)
-    assert {"retrace", "speculative-decoding"} <= set(ModelCard.load(tmp_path / "drafter" / "README.md").data.tags)
 
 
 # -- where it is installed -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import numpy as np
 from .. import __version__
 from ..files import write_text
 from ..generation import AcceptanceStats
+from ..redaction import redacted
 
 
 def rows_by_kind(kinds: Sequence[str]) -> dict[str, list[int]]:
@@ -97,9 +98,10 @@ def provenance(data_files: Sequence[str | os.PathLike], **extra) -> dict:
 
 
 def command_line() -> str:
-    """This process's command, without the folders in front of the working one: they say nothing to others."""
+    """This process's command, without the folders in front of the working one, which say nothing to others, and
+    without tokens and keys."""
     here = os.getcwd() + os.sep
-    return shlex.join([os.path.basename(sys.executable), *(part.replace(here, "") for part in sys.argv)])
+    return redacted(shlex.join([os.path.basename(sys.executable), *(part.replace(here, "") for part in sys.argv)]))
 
 
 def file_hash(path: str | os.PathLike) -> str:

@@ -124,3 +124,7 @@ class RetraceTrainingArguments(TrainingArguments):
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+
+    def __getstate__(self) -> dict:
+        # training_args.bin is pickled from this, and goes to the Hub with the folder. A copy has no token either.
+        return {**self.__dict__, "hub_token": None}

@@ -14,10 +14,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..candidate_generator import check_pairing, draft_logits, transform_logits
+from ..card import as_hub_id, write_card
 from ..configuration_retrace import READS_TARGET_KV
 from ..context import check_target_kv, context_size, gate_mean
 from ..data import RetraceDataCollator
-from ..hub import write_code
+from ..hub import is_own, plain_hub_errors, read_card, write_code
 from ..seeds import mixed_generator
 from .arguments import RetraceTrainingArguments
 from .checkpoints import is_whole, last_whole_checkpoint
@@ -504,6 +505,36 @@ class RetraceTrainer(Trainer):
         if self.is_world_process_zero():
             write_code(self.args.output_dir)
         super()._push_from_checkpoint(checkpoint_folder)
+
+    def init_hf_repo(self, *args, **kwargs):
+        with plain_hub_errors(self.args.hub_model_id or Path(self.args.output_dir).absolute().name):
+            super().init_hf_repo(*args, **kwargs)
+
+    def push_to_hub(self, *args, **kwargs):
+        """As upstream: weights, config, code, tokenizer, notes and card of `output_dir`."""
+        with plain_hub_errors(self.args.hub_model_id or Path(self.args.output_dir).absolute().name):
+            return super().push_to_hub(*args, **kwargs)
+
+    def create_model_card(
+        self, language=None, license=None, tags=None, model_name=None, finetuned_from=None, tasks=None, **kwargs
+    ):
+        """Renders the card of `output_dir` from its files (see `card.py`), unless somebody wrote one there himself.
+        Arguments as upstream; `finetuned_from` is the target's Hub id, `dataset` those of the data."""
+        folder = Path(self.args.output_dir)
+        if not self.is_world_process_zero() or is_own(read_card(folder)):
+            return
+        if not (folder / "config.json").is_file():  # a LoRA
+            return super().create_model_card(language, license, tags, model_name, finetuned_from, tasks, **kwargs)
+        datasets, tags = kwargs.get("dataset"), [tags] if isinstance(tags, str) else tags
+        write_card(
+            folder,
+            overwrite=True,
+            base_model=finetuned_from or as_hub_id(self.target.name_or_path),
+            license=license,
+            datasets=[datasets] if isinstance(datasets, str) else datasets,
+            repo_id=self.hub_model_id,
+            tags=tags,
+        )
 
     def _set_signature_columns_if_needed(self):
         # remove_unused_columns goes by these; the drafter's forward names none of a row's columns.
