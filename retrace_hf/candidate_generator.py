@@ -31,7 +31,7 @@ from transformers.utils import logging
 from .configuration_retrace import PROPOSALS
 from .context import captured_layers, check_target_layer_ids, gather_context_states, keep_last
 from .draft_context import drop_context, keep_context, take_context
-from .noise import block_tokens, embed_block
+from .noise import block_inputs
 from .positions import block_positions, rope_limits
 from .trajectory import RejectedTrajectory, align_trajectory
 
@@ -130,7 +130,6 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.dtype = drafter.dtype
         self.block_size = config.block_size
         self.context_window = config.context_window
-        self.mask_token_id = config.mask_token_id
         self.target_layer_ids = list(config.target_layer_ids)
         self.conditioning = config.conditioning
         self.last_layer = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -330,9 +329,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
             context, positions = context[:, -self.context_window :], positions[:, -self.context_window - 1 :]
             keep_last(self._cache, self.context_window - context.shape[1])
         self._cache.set_previous_accepted_tokens(context.shape[1])
-        tokens = block_tokens(input_ids[:, -1:], self.mask_token_id, self.block_size)
         block = self.drafter(
-            noise_embeds=embed_block(self.target.get_input_embeddings(), tokens, self.drafter),
+            **block_inputs(self.target.get_input_embeddings(), input_ids[:, -1:], self.drafter),
             context_hidden_states=context,
             position_ids=torch.cat([positions[:, :-1], block_positions(positions[:, -1:], self.block_size)], dim=1),
             attention_mask=None,

@@ -349,7 +349,6 @@ def test_draft_layers_may_start_from_the_targets(target):
         ({"block_size": 1}, "block_size is 1"),
         ({"conditioning": "maybe"}, "conditioning is 'maybe'"),
         ({"context_fusion": "kv"}, "context_fusion is 'kv'"),
-        ({"item_slots": 4}, "item_slots=4"),
         ({"context_window": 0}, "context_window is 0"),
         ({"mask_token_id": 999, "vocab_size": 200}, "mask_token_id 999"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "multiple"),

@@ -286,11 +286,11 @@ def test_training_equals_decoding_within_a_context_window(window):
 
 
 @torch.no_grad()
-def check_training_equals_decoding(family, conditioning, window=None):
+def check_training_equals_decoding(family, conditioning, window=None, **config):
     """Every round of a generate() call, rebuilt by the training path from the anchor before it."""
     target = tiny_target(family)
     ids, mask = text_of(target)
-    drafter = randomize(tiny_drafter(target, conditioning=conditioning, context_window=window))
+    drafter = randomize(tiny_drafter(target, conditioning=conditioning, context_window=window, **config))
     half_right(target, drafter, ids)
     rounds = decode_rounds(target, drafter, ids, prompt_length=9)
     config, embedding = drafter.config, target.get_input_embeddings()

@@ -42,18 +42,23 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def muon_with_adamw(model: nn.Module, decayed: set[str], args) -> MuonWithAdamW:
-    """The optimizer for a drafter: every trainable matrix by Muon, the rest by AdamW with decay where `decayed`."""
+    """The optimizer for a drafter: every trainable matrix by Muon, the rest by AdamW with decay where `decayed`.
+
+    Embeddings and single rows count as no matrices: what Muon makes of them has a size that their gradients do not.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = {id(p) for _, p in named if p.ndim == 2 and len(p) > 1 and id(p) not in tables}
     others = [
         {"params": chosen, "weight_decay": decay}
         for chosen, decay in (
-            ([p for name, p in named if p.ndim != 2 and name in decayed], args.weight_decay),
-            ([p for name, p in named if p.ndim != 2 and name not in decayed], 0.0),
+            ([p for name, p in named if id(p) not in matrices and name in decayed], args.weight_decay),
+            ([p for name, p in named if id(p) not in matrices and name not in decayed], 0.0),
         )
         if chosen
     ]
     return MuonWithAdamW(
-        [p for _, p in named if p.ndim == 2],
+        [p for _, p in named if id(p) in matrices],
         others,
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
