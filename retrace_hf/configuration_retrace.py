@@ -166,9 +166,10 @@ class RetraceConfig(PreTrainedConfig):
                 "[first, end), for each slot of an item."
             )
         for one in ranges:
-            if len(one) != 2 or not 0 <= one[0] < one[1] <= self.vocab_size:
+            pair = isinstance(one, (list, tuple)) and len(one) == 2
+            if not pair or not 0 <= one[0] < one[1] <= self.vocab_size:
                 raise ValueError(
-                    f"item_token_ranges has {list(one)}; a range is [first, end), not empty, and within the target's "
+                    f"item_token_ranges has {one}; a range is [first, end), not empty, and within the target's "
                     f"{self.vocab_size} embedding rows."
                 )
         self.item_token_ranges = ranges = [[int(first), int(end)] for first, end in ranges]
