@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from retrace_hf import RetraceConfig, RetraceDrafter, positions, record_acceptance
 from retrace_hf.evaluation import roll_out
+from retrace_hf.evaluation import rollout as evaluation_rollout
 from retrace_hf.noise import block_inputs
 from retrace_hf.positions import ItemSlotEmbedding, StepEmbedding, block_item_slots
 from retrace_hf.training import rollout
@@ -301,12 +302,14 @@ def test_training_equals_decoding_carried_round_included(axis, conditioning):
     check_training_equals_decoding("qwen3", conditioning, **AXES[axis])
 
 
+def off_by_one(embedding, anchor_ids, drafter):
+    """What a path with a fault would tell the drafter."""
+    inputs = block_inputs(embedding, anchor_ids, drafter)
+    return {**inputs, "item_slot_ids": inputs["item_slot_ids"].roll(1, dims=1)}
+
+
 @pytest.mark.parametrize("fault", ["slots", "steps"])
 def test_a_fault_of_the_training_path_is_seen(monkeypatch, fault):
-    def off_by_one(embedding, anchor_ids, drafter):
-        inputs = block_inputs(embedding, anchor_ids, drafter)
-        return {**inputs, "item_slot_ids": inputs["item_slot_ids"].roll(1, dims=1)}
-
     if fault == "slots":
         monkeypatch.setattr(rollout, "block_inputs", off_by_one)
     else:  # the training path gives its blocks to the module side by side
@@ -359,7 +362,7 @@ def test_generate_tells_the_drafter_where_it_stands(target):
     assert seen and all(slots is None for _, slots in seen)
 
 
-def test_rollout_equals_generate(target, tmp_path):
+def test_rollout_equals_generate(target, tmp_path, monkeypatch):
     prompts = [prompt_of(length, seed=length) for length in (3, 9, 20)]
     lengths = [p.shape[1] for p in prompts]
     sequences = [plain(target, p, max_new_tokens=40)[0].tolist() for p in prompts]
@@ -376,6 +379,10 @@ def test_rollout_equals_generate(target, tmp_path):
     found = roll_out(target, drafter, sequences, lengths, 40, batch_size=2)
     assert [one.accepted_per_round for one in found] == expected
     assert len({a for accepted in expected for a in accepted}) > 2
+    # And it would be seen if it told the drafter of other slots.
+    monkeypatch.setattr(evaluation_rollout, "block_inputs", off_by_one)
+    found = roll_out(target, drafter, sequences, lengths, 40, batch_size=2)
+    assert [one.accepted_per_round for one in found] != expected
 
 
 @pytest.mark.parametrize("conditioning", ["none", "corrected"])
