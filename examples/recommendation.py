@@ -13,9 +13,10 @@ package, else from its wheel, which is downloaded once; or from a folder with `m
 - Target: a Qwen3 of less than a million parameters, trained from nothing on the users' token streams.
 - Drafters: all open the same untrained DFlash, and have the same rows (the target's own greedy lists behind earlier
   points of the histories), the same steps of stage 1 (no carried rounds) and of stage 2 (two carried rounds).
-- Recommendation: the target greedily writes `--list-items` films behind the history. The list is those films in order
-  without tokens that are no film, films of the history and repetitions, and no more than ten. Recall@10 is the share
-  of users whose test film is in it, NDCG@10 the mean of 1 / log2(1 + its rank). A drafter must change neither.
+- Recommendation: the target greedily writes ten films behind the history, and at each token only those are allowed
+  that lead to a film which the user has not seen and the list has not got (`prefix_allowed_tokens_fn`; without it a
+  small target writes the same film over and over). Recall@10 is the share of users whose test film is among them,
+  NDCG@10 the mean of 1 / log2(1 + its rank). A drafter must change neither.
 
 Everything that is done is kept in the output's folder; the same command goes on where it was stopped.
 """
@@ -40,8 +41,6 @@ from retrace_hf.evaluation import (
     AcceptanceStats,
     KeptLines,
     bootstrap_ratio,
-    first_difference,
-    roll_out,
     summarize,
     write_results,
 )
@@ -67,9 +66,8 @@ ARMS = {
     "retrace": ((False, False), "corrected"),
     "slots+steps+retrace": ((True, True), "corrected"),
 }
-LAST_ARM = list(ARMS)[-1]
 # Options that choose what is measured, not what is trained.
-OF_MEASURING = ("data", "output", "generate_users", "check_users", "batch_size")
+OF_MEASURING = ("data", "output", "generate_users", "batch_size")
 
 
 def parse_args():
@@ -82,7 +80,7 @@ def parse_args():
     parser.add_argument("--factors", type=int, default=32, help="size of the films' vectors")
     parser.add_argument("--separator", action="store_true", help="put a token behind each item")
     parser.add_argument("--history", type=int, default=30, help="items of a prompt at most, the last ones")
-    parser.add_argument("--list-items", type=int, default=15, help="items that are generated")
+    parser.add_argument("--list-items", type=int, default=10, help="items that are generated")
     parser.add_argument("--hidden-size", type=int, default=96)
     parser.add_argument("--layers", type=int, default=6, help="layers of the target")
     parser.add_argument("--target-epochs", type=int, default=10)
@@ -95,10 +93,17 @@ def parse_args():
     parser.add_argument("--anchors", type=int, default=16, help="anchors of a row")
     parser.add_argument("--train-batch-size", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=64, help="users at once in measuring")
-    parser.add_argument("--generate-users", type=int, help="users for whom the last arm runs generate(); all")
-    parser.add_argument("--check-users", type=int, default=50, help="users for whom all others run generate()")
+    parser.add_argument("--generate-users", type=int, default=200, help="users for whom every arm runs generate()")
     args = parser.parse_args()
-    for name, least in (("levels", 2), ("codes", 2), ("history", 1), ("list_items", 1), ("layers", 5), ("seed", 0)):
+    for name, least in (
+        ("levels", 2),
+        ("codes", 2),
+        ("history", 1),
+        ("list_items", 1),
+        ("generate_users", 1),
+        ("layers", 5),
+        ("seed", 0),
+    ):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}.")
     return args
@@ -241,6 +246,12 @@ class Catalogue:
         self.tokens = [[first + c for (first, _), c in zip(self.ranges, one)] + behind for one in codes]
         self.period = len(sizes) + separator
         self._items = {tuple(one): item for item, one in enumerate(self.tokens)}
+        self._behind = defaultdict(
+            lambda: defaultdict(set)
+        )  # by the tokens so far: next token, and the items it leads to
+        for item, one in enumerate(self.tokens):
+            for i, token in enumerate(one):
+                self._behind[tuple(one[:i])][token].add(item)
 
     def encode(self, items: list[int]) -> list[int]:
         return [BOS] + [token for item in items for token in self.tokens[item]]
@@ -249,6 +260,17 @@ class Catalogue:
         """Items of generated tokens, `None` where K tokens are no item."""
         groups = [tokens[i : i + self.period] for i in range(0, len(tokens), self.period)]
         return [self._items.get(tuple(group)) for group in groups]
+
+    def allowed(self, seen: list[set[int]], prompt_length: int):
+        """A `prefix_allowed_tokens_fn`: by row, tokens that lead to an item not in `seen` and not yet in the list."""
+
+        def tokens(row: int, ids: torch.Tensor) -> list[int]:
+            new = ids[prompt_length:].tolist()
+            whole = len(new) // self.period * self.period
+            gone = seen[row] | set(self.decode(new[:whole]))
+            return [token for token, items in self._behind.get(tuple(new[whole:]), {}).items() if items - gone]
+
+        return tokens
 
     @property
     def grammar(self) -> dict:
@@ -367,8 +389,8 @@ def keep_settings(args, output: Path, data: Path) -> dict:
     return settings
 
 
-def write_lists(args, target, prompts: dict[str, list[int]], new_tokens: int, kept: KeptLines) -> dict[str, list[int]]:
-    """The target's plain greedy tokens behind each prompt, in left-padded batches."""
+def write_lists(args, target, catalogue: Catalogue, prompts: dict, seen: dict, kept: KeptLines) -> dict:
+    """The target's plain greedy lists behind each prompt, in left-padded batches; tokens by name."""
     missing = sorted((name for name in prompts if name not in kept), key=lambda name: len(prompts[name]))
     for start in tqdm(range(0, len(missing), args.batch_size), desc="lists", disable=not missing):
         names = missing[start : start + args.batch_size]
@@ -376,7 +398,11 @@ def write_lists(args, target, prompts: dict[str, list[int]], new_tokens: int, ke
         ids = torch.tensor([[PAD] * (width - len(prompts[n])) + prompts[n] for n in names], device=target.device)
         mask = torch.tensor([[0] * (width - len(prompts[n])) + [1] * len(prompts[n]) for n in names])
         out = target.generate(
-            ids, attention_mask=mask.to(target.device), max_new_tokens=new_tokens, do_sample=False, use_cache=True
+            ids,
+            attention_mask=mask.to(target.device),
+            max_new_tokens=args.list_items * catalogue.period,
+            do_sample=False,
+            prefix_allowed_tokens_fn=catalogue.allowed([seen[name] for name in names], width),
         )
         for name, new in zip(names, out[:, width:].tolist()):
             kept.add({"id": name, "ids": new})
@@ -388,12 +414,13 @@ def write_lists(args, target, prompts: dict[str, list[int]], new_tokens: int, ke
 
 def drafter_rows(args, target, catalogue: Catalogue, users: list[list[int]], kept: KeptLines) -> list[dict]:
     """Earlier points of the histories, each with the list that the target writes there."""
-    prompts = {}
+    prompts, seen = {}, {}
     for number, items in enumerate(users):
         cuts = np.unique(np.linspace(min(5, len(items)), len(items), args.lists_per_user).round().astype(int))
         for cut in cuts.tolist():
             prompts[f"{number}/{cut}"] = catalogue.encode(items[max(0, cut - args.history) : cut])
-    lists = write_lists(args, target, prompts, args.list_items * catalogue.period, kept)
+            seen[f"{number}/{cut}"] = set(items[:cut])
+    lists = write_lists(args, target, catalogue, prompts, seen, kept)
     return [
         {"input_ids": prompt + lists[name], "loss_mask": [0] * len(prompt) + [1] * len(lists[name])}
         for name, prompt in prompts.items()
@@ -457,23 +484,13 @@ def train_drafter(args, target, start: Path, folder: Path, dataset, conditioning
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def recommended(catalogue: Catalogue, tokens: list[int], history: list[int], count: int = 10) -> list[int]:
-    """The first `count` different items of the generated tokens that are not in the history."""
-    chosen = []
-    for item in catalogue.decode(tokens):
-        if item is not None and item not in history and item not in chosen:
-            chosen.append(item)
-    return chosen[:count]
-
-
 def ranking(lists: list[list[int]], wanted: list[int]) -> dict[str, float]:
-    """Recall@10 and NDCG@10 of lists of ten or fewer, with one right item each."""
+    """Recall@10 and NDCG@10 of lists of ten, with one right item each."""
     ranks = [one.index(item) + 1 if item in one else None for one, item in zip(lists, wanted)]
     gains = [0.0 if rank is None else 1 / np.log2(1 + rank) for rank in ranks]
     return {
         "recall@10": float(np.mean([rank is not None for rank in ranks])),
         "ndcg@10": float(np.mean(gains)),
-        "items": float(np.mean([len(one) for one in lists])),
         "users": len(lists),
     }
 
@@ -484,91 +501,66 @@ def most_popular(known: dict[str, list[int]]) -> list[list[int]]:
     return [[item for item in order if item not in seen][:10] for seen in map(set, known.values())]
 
 
-def generate_lists(target, drafter, prompts: dict[str, list[int]], new_tokens: int, kept: KeptLines, name: str):
+def generate_lists(args, target, drafter, catalogue, prompts: dict, seen: dict, kept: KeptLines, name: str) -> dict:
     """`generate()` on one user after the other: new tokens, rounds and seconds, by user."""
+
+    def run(user: str) -> Run:
+        inputs = {"input_ids": torch.tensor([prompts[user]], device=target.device)}
+        allowed = catalogue.allowed([seen[user]], len(prompts[user]))
+        new_tokens = args.list_items * catalogue.period
+        return answer(target, inputs, new_tokens, drafter, prefix_allowed_tokens_fn=allowed)
+
     missing = [user for user in prompts if user not in kept]
-    if missing:  # one run that is not counted
-        answer(target, {"input_ids": torch.tensor([prompts[missing[0]]], device=target.device)}, 8, drafter)
+    if missing:
+        run(missing[0])  # one that is not counted
     for user in tqdm(missing, desc=name, disable=not missing):
-        run = answer(target, {"input_ids": torch.tensor([prompts[user]], device=target.device)}, new_tokens, drafter)
-        stats = run.stats
-        line = {"id": user, "ids": run.ids[0], "accepted": stats.accepted_per_round, "seconds": run.seconds}
-        kept.add({**line, "proposed": stats.proposed_per_round})
-    return {
-        user: Run(line["seconds"], [line["ids"]], AcceptanceStats(line["accepted"], line["proposed"], calls=1))
-        for user in prompts
-        for line in [kept[user]]
-    }
-
-
-def compare(target, prompts, found: dict[str, Run], lists, check, played: dict[str, AcceptanceStats] | None) -> dict:
-    """Texts of `generate()` against plain's, its rounds against those that were played over plain's texts, and its
-    seconds on the users that every arm was run for."""
-    differences = {
-        user: first_difference(target, prompts[user], run.ids[0], lists[user]) for user, run in found.items()
-    }
-    differences = {user: difference for user, difference in differences.items() if difference}
-    entry = {
-        "users": len(found),
-        "equal_to_plain": len(found) - len(differences),
-        "differences": differences,
-        "seconds": sum(found[user].seconds for user in check),
-        "seconds_of_users": len(check),
-    }
-    if played is not None:
-        same = sum(run.stats.accepted_per_round == played[user].accepted_per_round for user, run in found.items())
-        entry["rounds_equal_to_rollout"] = same
-    return entry
+        found = run(user)
+        line = {"id": user, "ids": found.ids[0], "accepted": found.stats.accepted_per_round}
+        kept.add({**line, "proposed": found.stats.proposed_per_round, "seconds": found.seconds})
+    return {user: kept[user] for user in prompts}
 
 
 def measure(args, target, catalogue: Catalogue, known: dict[str, list[int]], tests: dict[str, int], folders) -> dict:
-    """Plain's lists for every user, every arm's rounds over them, and `generate()` itself."""
-    output, new_tokens = Path(args.output), args.list_items * catalogue.period
+    """Plain's lists for every user; then `generate()` itself, plainly and with each drafter, user by user."""
+    output = Path(args.output)
     prompts = {user: catalogue.encode(items[-args.history :]) for user, items in known.items()}
-    key = {"target": file_hash(output / "target" / "model.safetensors"), "tokens": new_tokens}
-    lists = write_lists(args, target, prompts, new_tokens, KeptLines(output / "lists.jsonl", key))
-    sequences, lengths = [prompts[u] + lists[u] for u in known], [len(prompts[u]) for u in known]
-    check = dict(list(prompts.items())[: args.check_users])
+    seen = {user: set(items) for user, items in known.items()}
+    key = {"target": file_hash(output / "target" / "model.safetensors"), "items": args.list_items}
+    lists = write_lists(args, target, catalogue, prompts, seen, KeptLines(output / "lists.jsonl", key))
+    users = list(prompts)[:: max(1, len(prompts) // args.generate_users)][: args.generate_users]
 
-    def kept(arm: str, weights: str) -> KeptLines:
-        # Seconds belong to a machine, and texts to a state of the code.
-        run = provenance([], threads=torch.get_num_threads())
-        del run["command"]
-        return KeptLines(output / "generate.jsonl", {**key, **run, "arm": arm, "weights": weights})
+    def ranked(tokens: dict[str, list[int]]) -> dict:
+        return ranking([catalogue.decode(tokens[user])[:10] for user in tokens], [tests[user] for user in tokens])
 
-    alone = generate_lists(target, None, check, new_tokens, kept("target", key["target"]), "target")
-    generated = {"target": compare(target, prompts, alone, lists, check, None)}
-    played, variants = {}, {}
-    for arm, folder in folders.items():
-        drafter = RetraceDrafter.from_pretrained(folder, dtype=torch.float32).to(target.device).eval()
-        played[arm] = roll_out(target, drafter, sequences, lengths, new_tokens, args.batch_size)
-        variants[arm] = summarize(played[arm], ["ml-100k"] * len(known))["all"]
-        variants[arm]["target_passes"] = sum(one.rounds + one.calls for one in played[arm])
-        variants[arm]["parameters"] = sum(p.numel() for p in drafter.parameters())
-        users = dict(list(prompts.items())[: args.generate_users]) | check if arm == LAST_ARM else check
+    results = {"most popular": ranking(most_popular(known), list(tests.values())), "plain, all users": ranked(lists)}
+    variants, played, texts = {}, {}, {}
+    for arm, folder in {"target": output / "target", **folders}.items():
         weights = file_hash(folder / "model.safetensors")
-        found = generate_lists(target, drafter, users, new_tokens, kept(arm, weights), arm)
-        generated[arm] = compare(target, prompts, found, lists, check, dict(zip(known, played[arm])))
-        print(arm, {name: generated[arm][name] for name in ("users", "equal_to_plain")}, flush=True)
-    for arm, entry in variants.items():
-        entry["parameters_added"] = entry["parameters"] - variants["plain"]["parameters"]
-        entry["over_plain"] = bootstrap_ratio(played[arm], played["plain"])
-
-    def ranked(tokens: dict[str, list[int]], users) -> dict:
-        return ranking([recommended(catalogue, tokens[u], known[u]) for u in users], [tests[u] for u in users])
-
-    assisted = {user: run.ids[0] for user, run in found.items()}  # of the last arm
-    return {
-        "recommendation": {
-            "most popular": ranking(most_popular(known), list(tests.values())),
-            "plain": ranked(lists, known),
-            f"assisted ({LAST_ARM})": ranked(assisted, assisted),
-            "plain, the same users": ranked(lists, assisted),
-        },
-        "plain_target_passes": len(known) * new_tokens,
-        "variants": variants,
-        "generate": generated,
-    }
+        drafter = None
+        if arm != "target":
+            drafter = RetraceDrafter.from_pretrained(folder, dtype=torch.float32).to(target.device).eval()
+        # Seconds belong to a machine, and texts to a state of the code.
+        run = provenance([], threads=torch.get_num_threads(), arm=arm, weights=weights)
+        del run["command"]
+        kept = KeptLines(output / "generate.jsonl", {**key, **run})
+        chosen = {user: prompts[user] for user in users}
+        found = generate_lists(args, target, drafter, catalogue, chosen, seen, kept, arm)
+        texts[arm] = {user: line["ids"] for user, line in found.items()}
+        played[arm] = [AcceptanceStats(line["accepted"], line["proposed"], calls=1) for line in found.values()]
+        seconds = [line["seconds"] for line in found.values()]
+        entry = variants[arm] = summarize(played[arm], ["ml-100k"] * len(users), seconds)["all"]
+        entry["target_passes"] = entry["rounds"] + len(users)
+        entry["equal_to_plain"] = sum(texts[arm][user] == texts["target"][user] for user in users)
+        entry["equal_to_plain_in_a_batch"] = sum(texts[arm][user] == lists[user] for user in users)
+        entry["recommendation"] = ranked(texts[arm])
+        entry["parameters"] = 0 if drafter is None else sum(p.numel() for p in drafter.parameters())
+        print(
+            arm, round(entry["acceptance_length"], 3), f"{entry['equal_to_plain']} of {len(users)} equal", flush=True
+        )
+    for arm in folders:
+        variants[arm]["parameters_added"] = variants[arm]["parameters"] - variants["plain"]["parameters"]
+        variants[arm]["over_plain"] = bootstrap_ratio(played[arm], played["plain"])
+    return {"recommendation": results, "variants": variants}
 
 
 # -- the whole -------------------------------------------------------------------------------------------------------
@@ -576,31 +568,26 @@ def measure(args, target, catalogue: Catalogue, known: dict[str, list[int]], tes
 
 def markdown(results: dict) -> str:
     """The tables of a README."""
-    lines = [
-        "| decoding | users | Recall@10 | NDCG@10 | films in a list |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    lines = ["| lists | users | Recall@10 | NDCG@10 |", "|---|---:|---:|---:|"]
     for name, entry in results["recommendation"].items():
-        lines.append(
-            f"| {name} | {entry['users']} | {entry['recall@10']:.4f} | {entry['ndcg@10']:.4f} | {entry['items']:.1f} |"
-        )
+        lines.append(f"| {name} | {entry['users']} | {entry['recall@10']:.4f} | {entry['ndcg@10']:.4f} |")
     lines += [
         "",
-        "| drafter | tau | 95 % | over plain | 95 % | target passes | parameters | added | equal lists | ms a list |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| drafter | tau | 95 % | over plain | 95 % | target passes | parameters | added | lists as without "
+        "| Recall@10 | NDCG@10 | ms a list |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    target = results["generate"]["target"]
-    lines.append(
-        f"| none | 1.000 | | | | {results['plain_target_passes']:,} | | | {target['equal_to_plain']} of "
-        f"{target['users']} | {1000 * target['seconds'] / target['seconds_of_users']:.0f} |"
-    )
     for arm, entry in results["variants"].items():
-        (low, high), over, found = entry["acceptance_length_interval"], entry["over_plain"], results["generate"][arm]
+        (low, high), over, ranked = (
+            entry.get(k) for k in ("acceptance_length_interval", "over_plain", "recommendation")
+        )
+        users = entry["prompts"]
+        ratio = f"{over['ratio']:.4f} | {over['interval'][0]:.4f} to {over['interval'][1]:.4f}" if over else "|"
+        size = f"{entry['parameters']:,} | {entry['parameters_added']:,}" if over else "|"
         lines.append(
-            f"| {arm} | {entry['acceptance_length']:.3f} | {low:.3f} to {high:.3f} | {over['ratio']:.4f} | "
-            f"{over['interval'][0]:.4f} to {over['interval'][1]:.4f} | {entry['target_passes']:,} | "
-            f"{entry['parameters']:,} | {entry['parameters_added']:,} | {found['equal_to_plain']} of {found['users']} "
-            f"| {1000 * found['seconds'] / found['seconds_of_users']:.0f} |"
+            f"| {arm if over else 'none'} | {entry['acceptance_length']:.3f} | {low:.3f} to {high:.3f} | {ratio} | "
+            f"{entry['target_passes']:,} | {size} | {entry['equal_to_plain']} of {users} | "
+            f"{ranked['recall@10']:.4f} | {ranked['ndcg@10']:.4f} | {1000 * entry['seconds'] / users:.0f} |"
         )
     return "\n".join(lines) + "\n"
 

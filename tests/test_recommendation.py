@@ -19,7 +19,7 @@ from .test_examples import EXAMPLES, Run
 
 SMALL = ["--levels", 3, "--codes", 4, "--factors", 6, "--history", 6, "--list-items", 3, "--hidden-size", 24]
 SMALL += ["--target-epochs", 2, "--lists-per-user", 2, "--stage1-steps", 4, "--stage2-steps", 2, "--anchors", 4]
-SMALL += ["--train-batch-size", 4, "--check-users", 2, "--generate-users", 3, "--block-size", 5]
+SMALL += ["--train-batch-size", 4, "--generate-users", 3, "--block-size", 5]
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,20 @@ def test_tokens_are_read_back_and_tell_their_slots(example, separator):
     assert catalogue.decode([tokens[2], tokens[1], *tokens[1 : 1 + period]])[0] is None  # codes in the wrong order
 
 
-def test_the_rule_of_a_list_and_its_measures(example):
-    catalogue = example["Catalogue"]([[i // 4, i % 4] for i in range(16)], [4, 4], False)
-    tokens = [token for item in (5, 3, 5, 9, 2) for token in catalogue.tokens[item]] + [0, 0] + catalogue.tokens[7]
-    assert example["recommended"](catalogue, tokens, history=[3]) == [5, 9, 2, 7]
-    assert example["recommended"](catalogue, tokens, history=[], count=2) == [5, 3]
+@pytest.mark.parametrize("separator", [False, True])
+def test_only_new_items_are_allowed(example, separator):
+    """Walked to the end by chance, a list holds every item that was not seen, once."""
+    catalogue = example["Catalogue"]([[i // 4, i % 4] for i in range(12)], [4, 4], separator)
+    prompt, rng = [0, 0, *catalogue.encode([3, 5])], random.Random(0)
+    allowed = catalogue.allowed([set(), {0, 1, 2, 3, 5}], len(prompt))
+    ids = list(prompt)
+    for _ in range(7 * catalogue.period):
+        ids.append(rng.choice(allowed(1, torch.tensor(ids))))
+    assert sorted(catalogue.decode(ids[len(prompt) :])) == [4, 6, 7, 8, 9, 10, 11]
+    assert allowed(1, torch.tensor(ids)) == [] and len(allowed(0, torch.tensor(ids))) == 2  # 0 to 3, and 5
+
+
+def test_measures_of_lists(example):
     measures = example["ranking"]([[5, 9], [1], [4, 2, 8]], [9, 3, 4])
     assert measures["recall@10"] == pytest.approx(2 / 3)
     assert measures["ndcg@10"] == pytest.approx((1 / np.log2(3) + 0 + 1) / 3)
@@ -132,22 +141,34 @@ def test_an_installed_package_is_read_and_not_imported(example, data, tmp_path, 
 def test_every_arm_is_measured_and_no_list_is_changed(finished):
     results = json.loads((finished / "results.json").read_text())
     arms = ["plain", "slots", "steps", "slots+steps", "retrace", "slots+steps+retrace"]
-    assert list(results["variants"]) == arms
-    for arm in arms:
-        entry, generated = results["variants"][arm], results["generate"][arm]
-        assert entry["prompts"] == 12 and entry["acceptance_length"] >= 1
-        assert entry["target_passes"] == entry["rounds"] + 12
-        assert generated["users"] == (3 if arm == arms[-1] else 2)
-        assert generated["equal_to_plain"] == generated["rounds_equal_to_rollout"] == generated["users"]
-    added = {arm: results["variants"][arm]["parameters_added"] for arm in arms}
+    variants = results["variants"]
+    assert list(variants) == ["target", *arms]
+    for entry in variants.values():
+        assert entry["prompts"] == 3 and entry["acceptance_length"] >= 1
+        assert entry["equal_to_plain"] == entry["equal_to_plain_in_a_batch"] == 3
+        assert entry["recommendation"] == variants["target"]["recommendation"]
+        assert entry["target_passes"] == entry["rounds"] + 3
+    assert variants["target"]["target_passes"] == 3 * 3 * 4  # users, items, tokens with the separator
+    added = {arm: variants[arm]["parameters_added"] for arm in arms}
     # Three slots and a separator, and their scalar; four steps, and their gate.
     assert added["slots"] == 4 * 24 + 1 and added["steps"] == 4 * 24 + 25
     assert added["slots+steps"] == added["slots"] + added["steps"]
     assert added["slots+steps+retrace"] == added["slots+steps"] + added["retrace"]
-    ranked = results["recommendation"]
-    assert ranked["assisted (slots+steps+retrace)"] == ranked["plain, the same users"]
+    assert {entry["users"] for entry in results["recommendation"].values()} == {12}
     table = (finished / "results.md").read_text()
-    assert all(f"| {arm} |" in table for arm in arms)
+    assert all(f"| {arm} |" in table for arm in ("none", *arms))
+
+
+def test_lists_hold_new_films_once_each(finished, example, data):
+    codes = json.loads((finished / "codes.json").read_text())
+    catalogue = example["Catalogue"](codes["codes"], codes["sizes"], True)
+    histories = example["read_histories"](data / "ml-100k.inter")
+    number = {item: i for i, item in enumerate(sorted({i for items in histories.values() for i in items}))}
+    lists = [json.loads(line) for line in (finished / "lists.jsonl").read_text().splitlines()]
+    assert len(lists) == 12
+    for line in lists:
+        films, seen = catalogue.decode(line["ids"]), {number[item] for item in histories[line["id"]][:-1]}
+        assert len(films) == len(set(films)) == 3 and None not in films and not seen & set(films)
 
 
 def test_drafters_know_the_grammar(finished):
