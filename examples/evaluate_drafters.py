@@ -27,14 +27,19 @@ from tqdm.auto import tqdm
 from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_acceptance
 from retrace_hf.data.features import target_fingerprint
 from retrace_hf.data.prompts import read_eval_prompts, render_prompt
-from retrace_hf.evaluation import AcceptanceStats, KeptLines, bootstrap_ratio, roll_out, summarize, write_results
+from retrace_hf.evaluation import (
+    AcceptanceStats,
+    KeptLines,
+    bootstrap_ratio,
+    first_difference,
+    roll_out,
+    summarize,
+    write_results,
+)
 from retrace_hf.evaluation.results import file_hash, provenance, rows_by_kind
 from retrace_hf.measure import answer, timed
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
-
-
-TIE = 1e-4  # two logits closer than this are a tie: which one is the argmax depends on how the matmul was split
 
 
 def parse_args():
@@ -167,18 +172,6 @@ def ratios_over(baseline: str, played: dict[str, list[AcceptanceStats]], kinds: 
 
 
 # -- generate() itself -----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def first_difference(target, prompt_ids, ours: list[int], plain: list[int]) -> dict | None:
-    """Where two answers part, and how close plain's two best logits are there."""
-    if ours == plain:
-        return None
-    at = next((i for i, (a, b) in enumerate(zip(ours, plain)) if a != b), min(len(ours), len(plain)))
-    logits = target(torch.tensor([prompt_ids + plain[:at]])).logits[0, -1]
-    top = logits.topk(2).values
-    gap = float(top[0] - top[1])
-    return {"at": at, "plain": plain[at : at + 1], "ours": ours[at : at + 1], "gap": gap, "tie": gap <= TIE}
 
 
 def generate_all(args, target, rows, kept: KeptLines) -> dict[str, list[dict]]:

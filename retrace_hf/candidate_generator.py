@@ -40,7 +40,7 @@ from .context import (
 )
 from .draft_context import drop_context, keep_context, take_context
 from .few_rows import apply_linear
-from .noise import block_tokens, embed_block
+from .noise import block_inputs
 from .positions import block_positions, rope_limits
 from .trajectory import RejectedTrajectory, align_trajectory
 
@@ -140,7 +140,6 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.dtype = drafter.dtype
         self.block_size = config.block_size
         self.context_window = config.context_window
-        self.mask_token_id = config.mask_token_id
         self.target_layer_ids = list(config.target_layer_ids)
         self.target_kv_layer_ids = list(config.target_kv_layer_ids or ())
         self.target_kv_shape = (config.target_num_key_value_heads, config.target_head_dim)
@@ -342,9 +341,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
             context, positions = context[:, -self.context_window :], positions[:, -self.context_window - 1 :]
             keep_last(self._cache, self.context_window - context.shape[1])
         self._cache.set_previous_accepted_tokens(context.shape[1])
-        tokens = block_tokens(input_ids[:, -1:], self.mask_token_id, self.block_size)
         block = self.drafter(
-            noise_embeds=embed_block(self.target.get_input_embeddings(), tokens, self.drafter),
+            **block_inputs(self.target.get_input_embeddings(), input_ids[:, -1:], self.drafter),
             context_hidden_states=context,
             position_ids=torch.cat([positions[:, :-1], block_positions(positions[:, -1:], self.block_size)], dim=1),
             attention_mask=None,

@@ -64,9 +64,16 @@ class RetraceConfig(PreTrainedConfig):
             each slot's most likely token. `"sample"`: drawn from the drafter's own law, which a drafter trained with
             soft targets may gain from. Read in each call, and saved: a published drafter brings its policy.
         item_slots (`int`, defaults to 0):
-            Tokens of an item in generative recommendation (PAD-Rec); 0: no item slots. Only 0 is served today.
+            Tokens `K` of an item in generative recommendation, whose slots the drafter then tells apart (PAD-Rec);
+            0: none. Read in each forward: setting it to 0 on a loaded drafter switches them off.
+        item_token_ranges (`list[list[int]]`, *optional*):
+            By slot of an item, the ids `[first, end)` of its tokens. Needed where `item_slots` is set; no id may stand
+            in two of them, since an anchor's token alone says where in an item its block begins.
+        item_separator_id (`int`, *optional*):
+            Token behind each item, where there is one.
         step_embeddings (`bool`, defaults to `False`):
-            Step embeddings (PAD-Rec). Only `False` is served today.
+            Whether the drafter's last states are told how far from the anchor they stand (PAD-Rec). Read in each
+            forward.
 
     The other fields are those of a Qwen3 layer.
 
@@ -110,6 +117,8 @@ class RetraceConfig(PreTrainedConfig):
     conditioning: str = "corrected"
     proposal: str = "argmax"
     item_slots: int = 0
+    item_token_ranges: list | None = None
+    item_separator_id: int | None = None
     step_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
@@ -201,10 +210,57 @@ class RetraceConfig(PreTrainedConfig):
             raise ValueError(f"conditioning is {self.conditioning!r}; it must be one of {CONDITIONINGS}.")
         if self.proposal not in PROPOSALS:
             raise ValueError(f"proposal is {self.proposal!r}; it must be one of {PROPOSALS}.")
-        if self.item_slots or self.step_embeddings:
+        self._check_items()
+
+    def _check_items(self):
+        if self.item_slots < 0:
+            raise ValueError(f"item_slots is {self.item_slots}; it is the tokens of an item, or 0 for none.")
+        if not self.item_slots:
+            for name in ("item_token_ranges", "item_separator_id"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)} and item_slots is 0; set item_slots to the tokens of an "
+                        f"item, or leave out {name}."
+                    )
+            return
+        ranges = self.item_token_ranges
+        if ranges is None or len(ranges) != self.item_slots:
             raise ValueError(
-                f"item_slots={self.item_slots} and step_embeddings={self.step_embeddings}: this version serves 0 and "
-                "False only."
+                f"item_slots is {self.item_slots} and item_token_ranges {ranges}; give one range of token ids, "
+                "[first, end), for each slot of an item."
+            )
+        for one in ranges:
+            pair = isinstance(one, (list, tuple)) and len(one) == 2
+            if not pair or not 0 <= one[0] < one[1] <= self.vocab_size:
+                raise ValueError(
+                    f"item_token_ranges has {one}; a range is [first, end), not empty, and within the target's "
+                    f"{self.vocab_size} embedding rows."
+                )
+        self.item_token_ranges = ranges = [[int(first), int(end)] for first, end in ranges]
+        by_first = sorted(ranges)
+        for before, after in zip(by_first, by_first[1:]):
+            if after[0] < before[1]:
+                raise ValueError(
+                    f"item_token_ranges {before} and {after} overlap; a token must say at which slot of an item it "
+                    "stands, so give every slot ids of its own."
+                )
+        separator = self.item_separator_id
+        if separator is not None and not 0 <= separator < self.vocab_size:
+            raise ValueError(
+                f"item_separator_id {separator} is outside the target's {self.vocab_size} embedding rows; name the "
+                "token behind each item, or leave it out."
+            )
+        for name in ("item_separator_id", "mask_token_id"):
+            token = getattr(self, name)
+            if token is not None and any(first <= token < end for first, end in ranges):
+                raise ValueError(
+                    f"{name} {token} is within item_token_ranges, whose tokens belong to items; name another token, "
+                    "or correct the ranges."
+                )
+        if separator is not None and separator == self.mask_token_id:
+            raise ValueError(
+                f"item_separator_id and mask_token_id are both {separator}; the mask token must never stand in the "
+                "text, name another."
             )
 
 

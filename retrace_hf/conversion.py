@@ -34,6 +34,8 @@ _SHAPE_FIELDS = (
     "bos_token_id",
     "eos_token_id",
 )
+# Fields that our own layout has beside these.
+_OWN_FIELDS = ("item_slots", "item_token_ranges", "item_separator_id", "step_embeddings")
 _NATIVE_KEYS = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
 
@@ -69,6 +71,7 @@ def dflash_fields(raw: dict) -> dict:
         fields[name] = value
     if layout == "retrace":
         fields |= {name: raw[name] for name in CONTEXT_FIELDS if raw.get(name) is not None}
+        fields |= {name: raw[name] for name in _OWN_FIELDS if raw.get(name)}
     fields["rope_parameters"] = _rope(raw, layout)
     kinds = set(raw.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:

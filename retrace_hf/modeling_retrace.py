@@ -38,8 +38,11 @@ from .context import (
 )
 from .generation import install_generate_hook
 from .hub import AUTO_MAP, complete_folder, plain_hub_errors, read_card, write_code
-from .positions import GROWING_ROPES
+from .positions import GROWING_ROPES, ItemSlotEmbedding, StepEmbedding, fit_steps
 from .trajectory import RejectedTrajectory, TrajectoryFusion, overwrite_embeds
+
+
+STEP_ROWS = "step_embedding.table.weight"
 
 
 class RetraceRMSNorm(Qwen3RMSNorm):
@@ -294,6 +297,8 @@ class RetraceDrafter(RetracePreTrainedModel):
         self.norm = RetraceRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RetraceRotaryEmbedding(config)
         self.trajectory = TrajectoryFusion(config) if config.conditioning in ("gated", "corrected") else None
+        self.item_slot_embedding = ItemSlotEmbedding(config) if config.item_slots else None
+        self.step_embedding = StepEmbedding(config) if config.step_embeddings else None
         self.gradient_checkpointing = False
         self.add_model_tags(["retrace", "speculative-decoding"])
         self.post_init()
@@ -306,6 +311,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         cache: DFlashCache | None = None,
         trajectory: RejectedTrajectory | None = None,
+        item_slot_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         r"""
@@ -325,12 +331,16 @@ class RetraceDrafter(RetracePreTrainedModel):
                 Context K/V; context and block are appended, the caller crops the block.
             trajectory ([`RejectedTrajectory`], *optional*):
                 Aligned signal of the last round, `[b, Q, ...]`. Ignored where `config.conditioning` is `"none"`.
+            item_slot_ids (`torch.LongTensor` of shape `[b, Q]`, *optional*):
+                At which slot of an item each slot stands, as `positions.block_item_slots` gives it; -1: not known.
+                Ignored where `config.item_slots` is 0. Without it (transformers' own generator passes none) the
+                drafter drafts as if nothing were known.
 
         Returns:
             `BaseModelOutputWithPast`: `last_hidden_state` of shape `[b, Q, D]` after the final norm, for the target's
             LM head. Slot 0's is not used.
         """
-        hidden_states = self._admit(noise_embeds, trajectory)
+        hidden_states = self._admit(self._place(noise_embeds, item_slot_ids), trajectory)
         taps, target_kv = split_rows(context_hidden_states, self.config)
         contexts = self._contexts(taps)
         if position_ids is None:
@@ -359,6 +369,8 @@ class RetraceDrafter(RetracePreTrainedModel):
                 attention_mask=mask,
                 cache=cache,
             )
+        if self.config.step_embeddings:
+            hidden_states = self._required("step_embedding", "step_embeddings")(hidden_states, self.config.block_size)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def _contexts(self, taps: torch.Tensor) -> list[torch.Tensor | None]:
@@ -378,6 +390,23 @@ class RetraceDrafter(RetracePreTrainedModel):
             return mask
         near = torch.arange(length + noise_embeds.shape[1], device=noise_embeds.device) >= length - window
         return near.expand(batch_size, -1) if mask is None else mask.bool() & near
+
+    def _place(self, noise_embeds: torch.Tensor, item_slot_ids: torch.LongTensor | None) -> torch.Tensor:
+        """Input embeddings of the block that know at which slot of an item they stand, `[b, Q, D]`."""
+        if item_slot_ids is None or not self.config.item_slots:
+            return noise_embeds
+        return self._required("item_slot_embedding", "item_slots")(noise_embeds, item_slot_ids)
+
+    def _required(self, name: str, field: str) -> nn.Module:
+        """The module that a field of the config asks for, which may have been set on a loaded drafter."""
+        module = getattr(self, name)
+        if module is None:
+            raise ValueError(
+                f"{field}={getattr(self.config, field)!r} needs {name}, which this checkpoint lacks; open it with "
+                f"RetraceDrafter.from_dflash(..., {field}={getattr(self.config, field)!r}) to add the module, then "
+                "train it."
+            )
+        return module
 
     def _admit(self, noise_embeds: torch.Tensor, trajectory: RejectedTrajectory | None) -> torch.Tensor:
         """Input embeddings of the block after the rejected trajectory has entered, `[b, Q, D]`."""
@@ -548,7 +577,12 @@ class RetraceDrafter(RetracePreTrainedModel):
             start_from_shared(drafter, known, context_rows)
             return drafter.to(known.dtype).eval()
         drafter = cls(RetraceConfig(**{**fields, "conditioning": "corrected", **config}))
-        backbone = {k for k in drafter.state_dict() if not k.startswith("trajectory.")}
+        # Modules that the checkpoint knows nothing of stay as they were initialised: they change no draft.
+        known = {key.split(".")[0] for key in state}
+        added = {"trajectory", "item_slot_embedding", "step_embedding"} - known
+        backbone = {k for k in drafter.state_dict() if k.split(".")[0] not in added}
+        if drafter.step_embedding is not None and STEP_ROWS in state:
+            state[STEP_ROWS] = fit_steps(state[STEP_ROWS], drafter.config.block_size)
         if backbone != set(state):
             raise ValueError(
                 f"The checkpoint is not the DFlash that its config describes. Missing: {sorted(backbone - set(state))}"

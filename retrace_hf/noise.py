@@ -1,10 +1,13 @@
-"""What stands in a block before it is drafted: the anchor's token, and mask tokens behind it.
+"""What stands in a block before it is drafted: the anchor's token, and mask tokens behind it; for drafters of items
+also at which slot of an item each of them stands.
 
 Training, evaluation and generation all come through here, so that the drafter's input exists once.
 """
 
 import torch
 from torch import nn
+
+from .positions import block_item_slots
 
 
 def block_tokens(anchor_ids: torch.LongTensor, mask_token_id: int, block_size: int) -> torch.LongTensor:
@@ -41,3 +44,20 @@ def embed_block(embedding: nn.Module, token_ids: torch.LongTensor, drafter) -> t
     else:
         embeds = embedding(token_ids)
     return embeds.to(device=drafter.device, dtype=drafter.dtype)
+
+
+def block_inputs(embedding: nn.Module, anchor_ids: torch.LongTensor, drafter) -> dict[str, torch.Tensor]:
+    """What a drafter's forward is told of its blocks, by keyword: `noise_embeds`, and `item_slot_ids` where
+    `config.item_slots` is set.
+
+    Args:
+        embedding (`nn.Module`): The target's input embedding.
+        anchor_ids (`torch.LongTensor` of shape `[b, N]`): Tokens of the anchors.
+        drafter ([`RetraceDrafter`]): What they are for.
+    """
+    config = drafter.config
+    tokens = block_tokens(anchor_ids, config.mask_token_id, config.block_size)
+    inputs = {"noise_embeds": embed_block(embedding, tokens, drafter)}
+    if config.item_slots:
+        inputs["item_slot_ids"] = block_item_slots(anchor_ids, config).to(drafter.device)
+    return inputs

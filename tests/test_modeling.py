@@ -351,7 +351,6 @@ def test_draft_layers_may_start_from_the_targets(target):
         ({"context_fusion": "both"}, "context_fusion is 'both'"),
         ({"context_fusion": "kv"}, "needs target_kv_layer_ids, target_num_key_value_heads, target_head_dim"),
         ({"target_kv_layer_ids": [1]}, "'shared' reads no keys and values"),
-        ({"item_slots": 4}, "item_slots=4"),
         ({"context_window": 0}, "context_window is 0"),
         ({"mask_token_id": 999, "vocab_size": 200}, "mask_token_id 999"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "multiple"),

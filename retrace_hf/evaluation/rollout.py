@@ -15,7 +15,7 @@ from transformers.cache_utils import DFlashCache
 from ..candidate_generator import check_pairing, draft_logits
 from ..context import context_size, new_draft_cache
 from ..generation import AcceptanceStats
-from ..noise import block_tokens, embed_block
+from ..noise import block_inputs
 from ..positions import block_positions
 from ..training.rollout import (
     Blocks,
@@ -153,16 +153,16 @@ def _blocks(anchors: torch.Tensor) -> Blocks:
 def _draft(target, drafter, batch: _Batch) -> torch.Tensor:
     config = drafter.config
     blocks = _blocks(batch.anchors)
-    ids = block_tokens(batch.input_ids.gather(1, blocks.anchors), config.mask_token_id, config.block_size)
-    embeds = embed_block(target.get_input_embeddings(), ids, drafter)
-    length = batch.input_ids.shape[1]
+    inputs = block_inputs(target.get_input_embeddings(), batch.input_ids.gather(1, blocks.anchors), drafter)
+    embeds = inputs["noise_embeds"]
+    batch_size, length = batch.input_ids.shape
     rule = visibility(blocks, length, config.block_size, False, config.context_window)
     states = drafter(
-        noise_embeds=embeds,
-        context_hidden_states=embeds.new_zeros(len(ids), 0, context_size(config)),
+        **inputs,
+        context_hidden_states=embeds.new_zeros(batch_size, 0, context_size(config)),
         position_ids=block_positions(blocks.anchors, config.block_size),
         attention_mask=attention_mask(
-            drafter, rule, len(ids), config.block_size, length + config.block_size, ids.device
+            drafter, rule, batch_size, config.block_size, length + config.block_size, batch.input_ids.device
         ),
         cache=batch.draft_cache,
         trajectory=batch.trajectory,

@@ -48,20 +48,25 @@ def is_mixture(name: str) -> bool:
 
 def muon_with_adamw(model: nn.Module, decayed: set[str], args) -> MuonWithAdamW:
     """The optimizer for a drafter: every trainable matrix by Muon, the rest by AdamW with decay where `decayed`.
-    DFlare's mixture weights are logits, a row for each layer, and no matrix."""
+
+    Embeddings and single rows count as no matrices: what Muon makes of them has a size that their gradients do not.
+    Neither do DFlare's mixture weights, which are logits, a row for each layer.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if p.ndim == 2 and not is_mixture(name)]
-    named = [(name, p) for name, p in named if p.ndim != 2 or is_mixture(name)]
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = {
+        id(p) for name, p in named if p.ndim == 2 and len(p) > 1 and id(p) not in tables and not is_mixture(name)
+    }
     others = [
         {"params": chosen, "weight_decay": decay}
         for chosen, decay in (
-            ([p for name, p in named if name in decayed], args.weight_decay),
-            ([p for name, p in named if name not in decayed], 0.0),
+            ([p for name, p in named if id(p) not in matrices and name in decayed], args.weight_decay),
+            ([p for name, p in named if id(p) not in matrices and name not in decayed], 0.0),
         )
         if chosen
     ]
     return MuonWithAdamW(
-        matrices,
+        [p for _, p in named if id(p) in matrices],
         others,
         lr=args.learning_rate,
         weight_decay=args.weight_decay,

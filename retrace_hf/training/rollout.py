@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import Cache, PreTrainedModel
 
 from ..context import captured_layers, gather_context_rows
-from ..noise import block_tokens, embed_block
+from ..noise import block_inputs
 from ..positions import block_positions
 from ..roomy_cache import roomy_cache
 from ..trajectory import RejectedTrajectory, align_trajectory
@@ -208,17 +208,16 @@ def draft_blocks(
     module = getattr(drafter, "module", drafter)
     config = module.config
     batch_size, num_anchors = blocks.anchors.shape
-    block_ids = block_tokens(input_ids.gather(1, blocks.anchors), config.mask_token_id, config.block_size)
+    inputs = block_inputs(embedding, input_ids.gather(1, blocks.anchors), module)
+    num_queries = num_anchors * config.block_size
     context_positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(batch_size, -1)
     positions = torch.cat([context_positions, block_positions(blocks.anchors, config.block_size)], dim=1)
     rule = visibility(blocks, input_ids.shape[1], config.block_size, False, config.context_window)
     states = drafter(
-        noise_embeds=embed_block(embedding, block_ids, module),
+        **inputs,
         context_hidden_states=features.to(device=module.device, dtype=module.dtype),
         position_ids=positions,
-        attention_mask=attention_mask(
-            module, rule, batch_size, block_ids.shape[1], positions.shape[1], input_ids.device
-        ),
+        attention_mask=attention_mask(module, rule, batch_size, num_queries, positions.shape[1], input_ids.device),
         trajectory=trajectory,
     ).last_hidden_state
     return states.view(batch_size, num_anchors, config.block_size, -1)
