@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from retrace_hf import RetraceDrafter, RetraceTrainer
+from retrace_hf.targets import load_target
 
 from .fixtures import killed_at_random, plain, prompt_of, tiny_target
 from .test_drafters import NEW_TOKENS, watched_proposals
@@ -393,3 +394,27 @@ def test_the_ablation_trains_measures_and_goes_on(folder, run, tmp_path, monkeyp
     run("ablation.py", *options)
     assert len(steps) == 16 and (tmp_path / "results.json").read_text() == before
     run.fails("ablation.py", *options, "--depths", 2, message="--init_from brings its own layers")
+
+
+def test_a_small_target_is_trained_and_chats(run, tmp_path, capsys):
+    text = "An apple a day keeps the doctor away, they say. " * 4
+    rows = [
+        {"id": str(i), "source": "chat", "finish": "stop", "response_ids": [1], "messages": messages}
+        for i, messages in enumerate(
+            [[{"role": "user", "content": "Say it."}, {"role": "assistant", "content": text}]] * 8
+        )
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shape = ["--hidden_size", 64, "--num_hidden_layers", 2, "--vocab_size", 300, "--row_length", 32]
+    steps = ["--max_steps", 2, "--use_cpu", "True", "--report_to", "none", "--disable_tqdm", "True"]
+    arguments = ["--responses", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "target", *shape, *steps]
+    run("small_target.py", *arguments)
+    target, tokenizer = load_target(str(tmp_path / "target"))
+    assert target.dtype == torch.float32 and target.config.vocab_size == len(tokenizer) <= 300
+    chat = tokenizer.apply_chat_template(rows[0]["messages"][:1], add_generation_prompt=True, tokenize=False)
+    assert chat == "<|user|>Say it.<|end|><|assistant|>"
+    ids = tokenizer(chat, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == chat and tokenizer.convert_tokens_to_ids("<|mask|>") not in ids
+    run("small_target.py", *arguments)
+    assert "nothing is left to do" in capsys.readouterr().out
+    run.fails("small_target.py", *arguments[:4], "--hidden_size", 100, message="give a multiple of 64")
