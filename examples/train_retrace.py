@@ -35,8 +35,9 @@ from pathlib import Path
 import torch
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 
-from retrace_hf import RetraceConfig, RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
+from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
 from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, CONTEXT_KV_ROPES
+from retrace_hf.conversion import load_dflash
 from retrace_hf.data.features import TargetFeatures, features_key
 from retrace_hf.data.prompts import read_eval_prompts
 from retrace_hf.data.tokenize import tokenize_responses
@@ -166,16 +167,17 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
 
 def rows_to_start_from(script: ScriptArguments, target, dataset, num_tokens: int = 4096) -> torch.Tensor | None:
     """Tapped states of the first texts, where a DFlash is to become layerwise; it starts from a fit to them."""
-    config = RetraceConfig.get_config_dict(script.init_from)[0]
-    if script.context_fusion != "layerwise" or config.get("context_fusion", "shared") != "shared":
+    if script.context_fusion != "layerwise":
         return None
-    taps = config.get("target_layer_ids") or config.get("dflash_config", {}).get("target_layer_ids")
+    fields, _ = load_dflash(script.init_from)
+    if fields.get("context_fusion", "shared") != "shared":
+        return None
     rows, count = [], 0
     for row in dataset:
         if count >= num_tokens:
             break
         ids = torch.tensor([row["input_ids"]], device=target.device)
-        rows.append(read_clean_text(target, ids, taps).features[0])
+        rows.append(read_clean_text(target, ids, fields["target_layer_ids"]).features[0])
         count += ids.shape[1]
     return torch.cat(rows)
 

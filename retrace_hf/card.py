@@ -423,7 +423,7 @@ def _cost_note(results: dict) -> str:
 
 def _training(training: dict | None, results: dict | None) -> str:
     """The run that made the weights, and those before it as far as results.json knows them, last one first."""
-    if training is None:
+    if not training:  # none, or a note that says nothing
         return ""
     arms = ((results or {}).get("provenance") or {}).get("arms") or {}
     before = {arm["weights"]: arm["training"] for arm in arms.values() if arm.get("training")}
@@ -441,7 +441,9 @@ def _training(training: dict | None, results: dict | None) -> str:
 
 
 def _run(run: dict) -> str:
-    text = f"Trained on text that the target wrote: {', '.join(run['data'])}; seed {run['seed']}."
+    data = f": {', '.join(run['data'])}" if run.get("data") else ""
+    seed = f"; seed {run['seed']}" if "seed" in run else ""
+    text = f"Trained on text that the target wrote{data}{seed}."
     if not run.get("finished", True):
         text += f" Stopped at step {run['stopped_at_step']}." if "stopped_at_step" in run else " Not finished."
     if run.get("command"):

@@ -615,7 +615,7 @@ def test_checkpointed_gradients_are_the_same(target, tmp_path, fields):
         for name, parameter in drafter.named_parameters():
             parameter.requires_grad_(name.startswith("layers."))
         if options is not None:
-            drafter.gradient_checkpointing_enable(options)
+            drafter.activation_checkpointing_enable(options)
         ids = rows_of(target, count=1)[0]["input_ids"]
         ids, anchors = torch.tensor([ids]), torch.tensor([[12, 20]])
         blocks = rollout.Blocks(anchors, torch.ones_like(anchors, dtype=torch.bool))

@@ -318,7 +318,7 @@ class _Build:
 
     def _states(self, rows: list[list[int]]) -> torch.Tensor:
         captured = captured_layers(self.taps, self.num_layers, with_last=False)
-        outputs = _run_target(self.target, rows, captured, use_cache=bool(self.kv_layers))
+        outputs = _run_target(self.target, rows, captured, bool(self.kv_layers))
         cache = outputs.cache if self.kv_layers else None
         length = outputs.last_hidden_state.shape[1]
         states = gather_context_rows(
