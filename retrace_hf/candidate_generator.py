@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
     LogitNormalization,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -96,7 +97,9 @@ class RetraceCandidateGenerator(CandidateGenerator):
     once a round.
 
     Logits processors are applied to prefixes that may be rejected later and out of order, so a processor with memory
-    of its own is not exact (neither is it in transformers' own assisted decoding).
+    of its own is not exact (neither is it in transformers' own assisted decoding). Where one is the user's own code
+    (`prefix_allowed_tokens_fn` included) blocks end before an end token and are argmax, so that it is never asked what
+    follows one.
 
     Args:
         drafter ([`RetraceDrafter`]):
@@ -149,7 +152,11 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.logits_processor = _checked_processors(logits_processor)
         self.slot_by_slot = any(type(p) not in _ROW_WISE for p in self.logits_processor)
         self.max_length, self.prefix_criteria = _split_criteria(stopping_criteria, generation_config)
-        self.draws = _proposal(config) == "sample" and bool(generation_config.do_sample) and not self.prefix_criteria
+        # A user's grammar may have no answer behind an end token, where plain generate() never asks it.
+        asks_user = any(_is_users(processor) for processor in self.logits_processor)
+        self.eos = getattr(generation_config, "_eos_token_tensor", None) if asks_user else None
+        sampled = _proposal(config) == "sample" and bool(generation_config.do_sample)
+        self.draws = sampled and not self.prefix_criteria and self.eos is None
         if self.draws:
             check_head(target)
 
@@ -402,11 +409,14 @@ class RetraceCandidateGenerator(CandidateGenerator):
         return proposals, logits if self.draws else None
 
     def _propose_slot_by_slot(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.LongTensor:
-        """Applies the processors to each slot behind the proposals before it, as the loop does; writes to `logits`."""
+        """Applies the processors to each slot behind the proposals before it, as the loop does; writes to `logits`.
+        Where a user's own code is among them, an end token is left to the target: nothing stands behind it."""
         tokens = input_ids
         for slot in range(logits.shape[1]):
             logits[:, slot] = self.logits_processor(tokens, logits[:, slot])
             chosen = _draw(logits[:, slot]) if self.draws else logits[:, slot].argmax(dim=-1)
+            if self.eos is not None and torch.isin(chosen, self.eos.to(chosen.device)).any():
+                break
             tokens = torch.cat([tokens, chosen[:, None]], dim=1)
         return tokens[:, input_ids.shape[1] :]
 
@@ -506,6 +516,12 @@ def _checked_processors(processors: LogitsProcessorList | None) -> LogitsProcess
                 f"rejected draft; drop {_STATEFUL[type(processor)]}, or generate without assistant_model."
             )
     return LogitsProcessorList() if processors is None else processors
+
+
+def _is_users(processor) -> bool:
+    """Whether a processor is, or asks, code that is not transformers'."""
+    own = not type(processor).__module__.startswith("transformers.")
+    return own or isinstance(processor, PrefixConstrainedLogitsProcessor)
 
 
 def _split_criteria(criteria: StoppingCriteriaList | None, generation_config) -> tuple[int, list]:
@@ -762,7 +778,9 @@ def check_inputs(
             f"The batch has {input_ids.shape[0]} sequences; a drafter serves one, call generate() once for each."
         )
     embeds = model_kwargs.get("inputs_embeds")
-    if input_ids.shape[1] == 0 or (embeds is not None and embeds.shape[1] != input_ids.shape[1]):
+    if input_ids.shape[1] == 0 and embeds is None:
+        raise ValueError("The prompt is empty; a drafter needs at least one token, such as the target's BOS.")
+    if embeds is not None and embeds.shape[1] != input_ids.shape[1]:
         raise ValueError(
             "inputs_embeds was passed without input_ids of the same length; a drafter needs the prompt's tokens, pass "
             "input_ids (with or without inputs_embeds)."

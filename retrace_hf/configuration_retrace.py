@@ -131,6 +131,10 @@ class RetraceConfig(PreTrainedConfig):
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Raises a ValueError if a field has a value that no drafter can be built from."""
         self._check_shape()
         self._check_context()
         self._check_axes()

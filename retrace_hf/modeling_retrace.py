@@ -245,6 +245,8 @@ def _check_is_retrace(path, kwargs: dict) -> None:
         ) from error
     if not raw and find_adapter_config_file(path, **found) is not None:
         return  # transformers opens the base that the adapter names
+    if not raw:
+        raise ValueError(f"{path} holds no config.json, so there is no drafter in it.")
     if raw.get("model_type") != RetraceConfig.model_type:
         raise ValueError(
             f"{path} is a checkpoint of model_type {raw.get('model_type')!r}, not a retrace drafter; a DFlash one is "
@@ -281,6 +283,7 @@ class RetraceDrafter(RetracePreTrainedModel):
 
     def __init__(self, config: RetraceConfig):
         super().__init__(config)
+        config.check()  # from_pretrained sets fields after the config has been checked
         if config.mask_token_id is None:
             raise ValueError("mask_token_id is missing; name an unused special token of the target's tokenizer.")
         if config.num_target_layers is None:

@@ -9,7 +9,7 @@ from accelerate import dispatch_model
 from scipy.stats import chisquare
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import AutoModel, GenerationConfig, LogitsProcessorList, StoppingCriteriaList, set_seed
 from transformers.cache_utils import DynamicCache
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 from transformers.generation.logits_process import (
@@ -28,6 +28,7 @@ from .fixtures import (
     MIXED,
     VOCAB_SIZE,
     always_wrong,
+    drafters,
     mixed,
     oracle,
     plain,
@@ -872,3 +873,44 @@ def test_a_misspelt_speculation_type_and_a_wrong_drafter_for_dflash(target):
     other = tiny_drafter(tiny_target("qwen3", hidden_size=64))
     with pytest.raises(ValueError, match="hidden size is 64"):
         plain(target, prompt_of(9), 5, assistant_model=other, speculation_type="dflash")
+
+
+class Grammar:
+    """A processor of a user's own that allows even tokens, and must not be asked behind an end token."""
+
+    def __init__(self, end: int):
+        self.end = end
+
+    def __call__(self, input_ids, scores):
+        assert self.end not in input_ids[0].tolist()
+        return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 == 1, -torch.inf)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("kind", ["function", "processor"])
+def test_a_grammar_is_not_asked_what_follows_an_end_token(target, kind, sample):
+    """A trie has nothing there; plain generate() never asks."""
+    prompt = prompt_of(9) // 2 * 2
+    free = {"logits_processor": LogitsProcessorList([Grammar(-1)])}
+    end = int(plain(target, prompt, 24, **free)[0, -5])
+
+    def allowed(batch, ids):
+        return [] if end in ids.tolist() else list(range(0, VOCAB_SIZE, 2))
+
+    options = {"eos_token_id": end, "do_sample": sample}
+    if kind == "function":
+        options["prefix_allowed_tokens_fn"] = allowed
+    else:
+        options["logits_processor"] = LogitsProcessorList([Grammar(end)])
+    expected = plain(target, prompt, 24, **{**options, "do_sample": False})
+    assert expected[0, -1] == end
+    accepted = {}
+    for name, drafter in drafters(target, plain(target, prompt, 40, **free)):
+        drafter.proposal = "sample" if sample else "argmax"
+        with record_acceptance() as stats:
+            for seed in range(8 if sample else 1):
+                set_seed(seed)
+                found = plain(target, prompt, 24, assistant_model=drafter, **options)
+                assert sample or torch.equal(found, expected), name
+        accepted[name] = max(stats.accepted_per_round)
+    assert sample or (accepted["oracle"] > 2 and accepted["wrong"] == 0)

@@ -583,7 +583,7 @@ def test_save_and_load(target, prompt, fields, tmp_path):
         assert torch.equal(weight, loaded.state_dict()[name]), name
     inputs = inputs_for(drafter)
     assert torch.equal(loaded(**inputs).last_hidden_state, drafter(**inputs).last_hidden_state)
-    with pytest.raises(ValueError, match="does not fit its config|target_layer_ids is empty"):
+    with pytest.raises(ValueError, match="does not fit its config|without effect"):
         RetraceDrafter.from_pretrained(tmp_path, context_fusion="shared")
 
 

@@ -500,3 +500,12 @@ def test_features_reach_worker_processes_without_being_copied(tmp_path, target, 
     pickled = pickle.dumps(features)
     assert len(pickled) < 2000
     assert (pickle.loads(pickled)[4] == features[4]).all()
+
+
+def test_files_that_hold_the_same_rows_are_refused(tmp_path):
+    """`retrace-hf prepare` leaves each row as text and as tokens; `*.jsonl.gz` names both."""
+    for name in ("responses_00000.jsonl.gz", "tokens_00000.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"")
+    for paths in (sorted(tmp_path.iterdir()), [tmp_path / "tokens_00000.jsonl.gz"] * 2):
+        with pytest.raises(ValueError, match="tokens_00000.* are given twice; .* alone"):
+            tokenize_responses(paths, None)

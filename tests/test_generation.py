@@ -805,3 +805,8 @@ def test_text_streams(target, prompt, sequence):
     text = "".join(streamer)
     thread.join()
     assert text == tokenizer.decode(sequence[0, 20:])
+
+
+def test_an_empty_prompt_is_called_empty(target):
+    with pytest.raises(ValueError, match="The prompt is empty"):
+        plain(target, prompt_of(9)[:, :0], 4, assistant_model=tiny_drafter(target))

@@ -432,6 +432,16 @@ def test_what_is_no_drafter_is_named(tmp_path, monkeypatch):
     for path in ("model_cards/misspelt", str(tmp_path / "nowhere")):
         with pytest.raises(OSError, match=f"There is no drafter in {path}: it is no folder with a config.json"):
             RetraceDrafter.from_pretrained(path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((OSError, ValueError), match="no config.json|There is no drafter in"):
+        RetraceDrafter.from_pretrained(tmp_path / "empty")
     tiny_target().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="model_type 'qwen3', not a retrace drafter"):
         RetraceDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("axis", ["conditioning", "proposal", "context_fusion"])
+def test_a_misspelt_axis_is_named_at_load(tmp_path, axis):
+    tiny_drafter(tiny_target()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{axis} is 'corected'"):
+        RetraceDrafter.from_pretrained(tmp_path, **{axis: "corected"})

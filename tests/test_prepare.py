@@ -496,8 +496,10 @@ def test_goes_on_where_it_stopped_and_keeps_settings_apart(home, undisturbed, tm
     assert prepare(options(home, out)) == counts and contents(out) == contents(folder)
     with pytest.raises(ValueError, match="made otherwise: max_new_tokens was 12, now 13.*--output-dir"):
         prepare(options(home, out, max_new_tokens=13))
+    with pytest.raises(ValueError, match="made otherwise: limit was None, now 2; data_sha256"):
+        prepare(options(home, out, limit=2))
     write_lines(tmp_path / "fewer.jsonl", conversation(0, 1))
-    with pytest.raises(ValueError, match="made otherwise: data_sha256"):
+    with pytest.raises(ValueError, match="made otherwise: source was .*, now .*fewer.jsonl.*data_sha256"):
         prepare(options(home, out, source=str(tmp_path / "fewer.jsonl")))
     assert contents(out) == contents(folder)
 

@@ -259,12 +259,18 @@ def _claim(folder: Path, note: dict):
         left.unlink()  # of a run that was killed; nobody else writes here now
     if (folder / NOTE).is_file():
         try:
-            before = json.loads((folder / NOTE).read_text(encoding="utf-8"))["settings"]
+            noted = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+            before = noted["settings"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{folder / NOTE} is damaged or somebody else's; give another --output-dir.") from None
         now = json.loads(json.dumps(note["settings"]))
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if names:
+            if "data_sha256" in names:  # a hash says nothing; what was read does, where that is what changed
+                then, here = noted.get("data", {}), note["data"]
+                now |= {name: here[name] for name in here if name in then and then[name] != here[name]}
+                names = [name for name in here if name in now] + names
+                before |= then
             changed = "; ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
             raise ValueError(
                 f"{folder} holds data made otherwise: {changed}. Give another --output-dir, or delete this one."

@@ -193,6 +193,18 @@ def tokenizer_digest(tokenizer) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
+def _check_given_once(paths: Sequence[str | Path]):
+    """`retrace-hf prepare` writes each row twice, as text and as tokens; a pattern that is too wide names both."""
+    given = [Path(path).absolute() for path in paths]
+    twice = [path for path, count in Counter(given).items() if count > 1]
+    twice += [p for p in given if p.name.startswith("tokens_") and p.with_name(f"responses_{p.name[7:]}") in given]
+    if twice:
+        raise ValueError(
+            f"The rows of {twice[0]} are given twice; give each file once, and of retrace-hf prepare's files the "
+            "tokens_*.jsonl.gz alone."
+        )
+
+
 def _check_same_tokenizer(path: str | Path, tokenizer):
     """Shards of `retrace-hf prepare` have a note beside them of the tokenizer they were made with."""
     note = Path(path).parent / "prepare.json"
@@ -249,13 +261,14 @@ def tokenize_responses(
         number is logged.
 
     Raises:
-        `ValueError`: a bad row, named by file and line, or no row that teaches anything.
+        `ValueError`: a bad row, named by file and line, no row that teaches anything, or rows that are given twice.
     """
     from datasets import Dataset
 
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length must be at least 1, got {max_length}.")
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    _check_given_once(paths)
     counts = Counter() if counts is None else counts
     rows = []
     for path in paths:
