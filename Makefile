@@ -18,6 +18,7 @@ PYTEST_ARGS ?=
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12"; exit 1; }
+	@echo "Making $(VENV): some minutes and, where torch comes from PyPI for GPUs, some GB."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[dev]'
