@@ -43,11 +43,15 @@ from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
 
 
+# Options of train_retrace.py that differ between the arms or their stages.
+SET_HERE = ("max_steps", "learning_rate", "conditioning", "context_fusion", "num_draft_layers", "init_from_target")
 ARMS = {"none": "SFT control", "corrected": "ReTrace"}
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--responses", nargs="+", required=True, help="text that the target wrote, for both stages")
     parser.add_argument("--stage2_responses", nargs="+", help="text of stage 2, where it is to be another")
     parser.add_argument("--target", default="HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -75,6 +79,9 @@ def parse_args():
         parser.error("--depths goes with new drafters; --init_from brings its own layers.")
     if args.init_from is not None and (args.target_layer_ids or args.mask_token):
         parser.error("--target_layer_ids and --mask_token go with new drafters; --init_from brings its own.")
+    set_here = [one for one in args.training if one.split("=")[0].lstrip("-") in SET_HERE]
+    if set_here:
+        parser.error(f"{set_here[0]} is set here for each arm, and cannot be passed on to train_retrace.py.")
     args.depths = args.depths or [3]
     for option, least in (("stage1_steps", 1), ("stage2_steps", 1), ("num_carried_rounds", 1), ("max_new_tokens", 2)):
         if getattr(args, option) < least:

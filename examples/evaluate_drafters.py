@@ -25,6 +25,7 @@ import torch
 from tqdm.auto import tqdm
 
 from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_acceptance
+from retrace_hf.configuration_retrace import READS_TARGET_KV
 from retrace_hf.data.features import target_fingerprint
 from retrace_hf.data.prompts import read_eval_prompts, render_prompt
 from retrace_hf.evaluation import (
@@ -180,8 +181,9 @@ def generate_all(args, target, rows, kept: KeptLines) -> dict[str, list[dict]]:
     options = {
         "plain": {},
         name: {"drafter": drafter},
-        "signal_off": {"drafter": drafter, "speculation_type": "dflash"},
     }
+    if drafter.config.context_fusion not in READS_TARGET_KV:  # transformers' generator gives a drafter no keys
+        options["signal_off"] = {"drafter": drafter, "speculation_type": "dflash"}
     inputs = {row["id"]: {"input_ids": torch.tensor([row["prompt_ids"]])} for row in rows}
     for option in options.values():
         answer(target, inputs[rows[0]["id"]], 16, **option)
@@ -190,7 +192,7 @@ def generate_all(args, target, rows, kept: KeptLines) -> dict[str, list[dict]]:
             continue
         result = {"id": row["id"], "kind": row["kind"]}
         names = list(options)
-        for variant in names[number % 3 :] + names[: number % 3]:
+        for variant in names[number % len(names) :] + names[: number % len(names)]:
             run = answer(target, inputs[row["id"]], args.max_new_tokens, **options[variant])
             result[variant] = {
                 "seconds": run.seconds,
@@ -198,7 +200,7 @@ def generate_all(args, target, rows, kept: KeptLines) -> dict[str, list[dict]]:
                 "accepted": run.stats.accepted_per_round,
                 "proposed": run.stats.proposed_per_round,
             }
-        for variant in (name, "signal_off"):
+        for variant in (variant for variant in options if variant != "plain"):
             difference = first_difference(target, row["prompt_ids"], result[variant]["ids"], result["plain"]["ids"])
             result[variant]["difference"] = difference
         kept.add(result)

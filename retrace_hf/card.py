@@ -38,7 +38,7 @@ CONDITIONINGS = {
     "corrected": "conditioned on its rejected suffix (ReTrace, arXiv 2608.29748)",
     "gated": "conditioned on the drafts of its rejected suffix alone, an ablation of ReTrace (arXiv 2608.29748)",
     "overwrite": "whose next block starts from its rejected drafts, an ablation of ReTrace (arXiv 2608.29748)",
-    "none": "without memory of what was rejected: DFlash itself",
+    "none": "without memory of what was rejected",
 }
 
 DESCRIPTION = """# {title}
@@ -46,7 +46,7 @@ DESCRIPTION = """# {title}
 {what}
 
 It serves {target} and no other target: it reads that model's
-hidden states and borrows its embeddings and LM head. With greedy decoding in float32 the text is what the target
+{reads} and borrows its embeddings and LM head. With greedy decoding in float32 the text is what the target
 writes alone, token for token; under sampling the law of the text is the target's.
 
 | | |
@@ -276,32 +276,54 @@ def _match_rate(entry: dict) -> float | None:
 # -- the parts of the card -------------------------------------------------------------------------------------------
 
 
+# By context_fusion: what a drafter is built on, and what it reads of its target.
+CONTEXTS = {
+    "shared": ("DFlash, arXiv 2602.06036", "hidden states"),
+    "layerwise": ("DFlash, arXiv 2602.06036, with the context of DFlare, arXiv 2606.02091", "hidden states"),
+    "kv": ("DFlash, arXiv 2602.06036, on the target's keys and values as KVShot, arXiv 2604.26412", "keys and values"),
+    "hybrid": (
+        "DFlash, arXiv 2602.06036, with the target's keys and values beside as KVShot, arXiv 2604.26412",
+        "hidden states, keys and values",
+    ),
+}
+
+
+def _layers(ids: list[int], config: dict) -> str:
+    return f"target layers {', '.join(map(str, ids))} of {config['num_target_layers']}"
+
+
 def _describe(folder: Path, config: dict, name: str, base_model: str | None) -> str:
     conditioning = CONDITIONINGS.get(config["conditioning"], f"with conditioning {config['conditioning']!r}")
     layers, block = config["num_hidden_layers"], config["block_size"]
     rows = {
         "layers": layers,
         "block": f"{block} slots, {block - 1} of them drafted",
-        "taps": f"target layers {', '.join(map(str, config['target_layer_ids']))} of {config['num_target_layers']}",
+        **({"taps": _layers(config["target_layer_ids"], config)} if config["target_layer_ids"] else {}),
         "mask token": config["mask_token_id"],
         "signal": f"`conditioning={config['conditioning']!r}`",
         "proposals under sampling": f"`proposal={config.get('proposal', 'argmax')!r}`",
     }
     if config.get("context_fusion", "shared") != "shared":
         rows["context"] = f"`context_fusion={config['context_fusion']!r}`"
+    if config.get("target_kv_layer_ids"):
+        rows["keys and values"] = f"{_layers(config['target_kv_layer_ids'], config)}, RoPE {config['context_kv_rope']}"
     if config.get("context_window"):
         rows["context window"] = f"{config['context_window']} tokens"
     if config.get("item_slots"):
         rows["item slots"] = config["item_slots"]
+    if config.get("step_embeddings"):
+        rows["step embeddings"] = "one for each slot of a block"
     count, dtypes = _weights(folder)
     if count:
         loaded = config.get("dtype")
         note = f", stored in {' and '.join(dtypes)}"
         size = f"{count / 1e6:.1f} million" if count >= 1e5 else f"{count:,}"
         rows["parameters"] = f"{size}{note}" + (f", loaded as {loaded}" if loaded and [loaded] != dtypes else "")
+    built_on, reads = CONTEXTS[config.get("context_fusion", "shared")]
     return DESCRIPTION.format(
+        reads=reads,
         title=_heading(config, name, base_model),
-        what=f"A block drafter for speculative decoding (DFlash, arXiv 2602.06036), {conditioning}.\n"
+        what=f"A block drafter for speculative decoding ({built_on}), {conditioning}.\n"
         "One target pass checks the whole block that it proposes.",
         target=f"[{base_model}](https://huggingface.co/{base_model})"
         if base_model

@@ -129,8 +129,10 @@ def check_target_kv(target, target_kv_layer_ids: Sequence[int], rotary: nn.Modul
     tokens = torch.full((1, length), min(3, config.vocab_size - 1), device=target.device)
     cache, was_training = DynamicCache(config=config), target.training
     target.eval()  # no dropout
-    target.get_decoder()(tokens, cache=cache, use_cache=True)
-    target.train(was_training)
+    try:
+        target.get_decoder()(tokens, cache=cache, use_cache=True)
+    finally:
+        target.train(was_training)
     rows = gather_context_kv(cache, target_kv_layer_ids, 0, length, target_kv_shape(config))
     if rotary is None:
         return

@@ -35,7 +35,7 @@ _SHAPE_FIELDS = (
     "eos_token_id",
 )
 # Fields that our own layout has beside these.
-_OWN_FIELDS = ("item_slots", "item_token_ranges", "item_separator_id", "step_embeddings")
+_OWN_FIELDS = ("proposal", "item_slots", "item_token_ranges", "item_separator_id", "step_embeddings")
 _NATIVE_KEYS = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
 
@@ -71,7 +71,7 @@ def dflash_fields(raw: dict) -> dict:
         fields[name] = value
     if layout == "retrace":
         fields |= {name: raw[name] for name in CONTEXT_FIELDS if raw.get(name) is not None}
-        fields |= {name: raw[name] for name in _OWN_FIELDS if raw.get(name)}
+        fields |= {name: raw[name] for name in _OWN_FIELDS if raw.get(name) is not None}
     fields["rope_parameters"] = _rope(raw, layout)
     kinds = set(raw.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
@@ -79,6 +79,20 @@ def dflash_fields(raw: dict) -> dict:
             f"The checkpoint's layer_types are {sorted(kinds)}; only full attention means the same in every layout."
         )
     return fields
+
+
+def check_same_context(fields: dict, config: dict, source: str, wanted: str) -> None:
+    """Raises a ValueError if `config` points weights of the checkpoint at other layers of the target than they were
+    trained for, or changes how they read them."""
+    fixed = {"target_layer_ids"} if source != "kv" and wanted != "kv" else set()
+    if source in READS_TARGET_KV:
+        fixed |= set(CONTEXT_FIELDS) - {"context_fusion", "target_layer_ids"}
+    for name in sorted(fixed & set(config)):
+        if config[name] is not None and config[name] != fields.get(name):
+            raise ValueError(
+                f"{name} is {config[name]} and the checkpoint was trained with {fields.get(name)}; leave out {name}, "
+                "or make a new drafter with RetraceDrafter.from_target()."
+            )
 
 
 def changed_fusion(fields: dict, source: str, target: PreTrainedModel | None) -> dict:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from safetensors import safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -54,6 +54,16 @@ def read_card(folder: str | os.PathLike) -> str | None:
     """The text of a folder's card, if it has one."""
     path = Path(folder, CARD)
     return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def read_hub_card(repo_id: str | None, token: str | None = None) -> str | None:
+    """The text of a repository's card on the Hub; `None` where there is none, or no Hub."""
+    if repo_id is None:
+        return None
+    try:
+        return ModelCard.load(repo_id, token=token, ignore_metadata_errors=True).content
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return None
 
 
 def is_own(card: str | None) -> bool:
@@ -116,12 +126,15 @@ def _same_weights(file: Path, state: dict[str, torch.Tensor]) -> bool:
 
 
 def _bring_along(source: Path, folder: Path) -> None:
-    """What was measured is what is published: the weights as they are stored, and the notes that go by their hash."""
+    """What was measured is what is published: the notes, and the weights as they are stored, unless those are larger:
+    then the drafter was moved to half precision to be published in it."""
     for name in ("results.json", "training.json"):
         if (source / name).is_file() and not (folder / name).is_file():
             write_text(folder / name, redacted((source / name).read_text(encoding="utf-8")))
-    if (folder / "model.safetensors").is_file():
-        shutil.copyfile(source / "model.safetensors", folder / "model.safetensors")
+    stored, saved = source / "model.safetensors", folder / "model.safetensors"
+    if saved.is_file() and stored.stat().st_size <= saved.stat().st_size:
+        with written_whole(saved) as temporary:
+            shutil.copyfile(stored, temporary)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -161,4 +174,4 @@ _FORBIDDEN = (
 _NOT_FOUND = "The Hub has no {} to push to, or not that revision of it, or the token may not see it ({})."
 
 
-__all__ = ["AUTO_MAP", "code_files", "complete_folder", "plain_hub_errors", "read_card", "write_code"]
+__all__ = ["AUTO_MAP", "code_files", "complete_folder", "plain_hub_errors", "read_card", "read_hub_card", "write_code"]

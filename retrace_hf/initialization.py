@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from .candidate_generator import check_target
 from .configuration_retrace import READS_TARGET_KV, RetraceConfig
 from .context import (
+    check_target_kv,
     check_target_kv_layer_ids,
     check_target_layer_ids,
     default_kv_layer_ids,
@@ -48,8 +49,6 @@ def config_for_target(
         )
     if context_fusion in READS_TARGET_KV:
         fields = {**target_kv_fields(target, fields.get("target_kv_layer_ids")), **fields}
-        if fields.get("context_kv_rope") == "reapplied":
-            _refuse_mrope(target, text)
     if context_fusion != "kv":
         if target_layer_ids is None:
             target_layer_ids = default_target_layer_ids(text.num_hidden_layers, num_hidden_layers)
@@ -101,6 +100,18 @@ def target_kv_fields(target: PreTrainedModel, target_kv_layer_ids: list[int] | N
         "target_num_key_value_heads": heads,
         "target_head_dim": head_dim,
     }
+
+
+def check_kv_reading(drafter, target: PreTrainedModel) -> None:
+    """Raises a ValueError if a drafter is to read keys and values of a target that do not lie in its cache as it takes
+    them to; runs the target on a few tokens to see. Drafters that read none pass."""
+    config = drafter.config
+    if config.context_fusion not in READS_TARGET_KV:
+        return
+    reapplied = config.context_kv_rope == "reapplied"
+    if reapplied:
+        _refuse_mrope(target, target.config.get_text_config(decoder=True))
+    check_target_kv(target, config.target_kv_layer_ids, drafter.rotary_emb if reapplied else None)
 
 
 def _refuse_mrope(target: PreTrainedModel, text) -> None:
@@ -227,10 +238,6 @@ def start_from_shared(drafter, dflash, context_rows: torch.Tensor | None = None)
     Args:
         context_rows (`torch.Tensor` of shape `[n, F * D]`, *optional*): Tapped states, for `"layerwise"`.
     """
-    if context_rows is not None and drafter.config.context_fusion != "layerwise":
-        raise ValueError(
-            f"context_rows is for context_fusion='layerwise', not {drafter.config.context_fusion!r}; leave it out."
-        )
     own = drafter.state_dict()
     kept = {k: v for k, v in dflash.state_dict().items() if k in own}
     drafter.load_state_dict(kept, strict=False)

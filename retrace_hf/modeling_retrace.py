@@ -29,7 +29,6 @@ from .context import (
     HybridGate,
     LayerwiseFusion,
     TargetProjection,
-    check_target_kv,
     check_target_layer_ids,
     default_target_layer_ids,
     split_heads,
@@ -400,6 +399,20 @@ class RetraceDrafter(RetracePreTrainedModel):
             return noise_embeds
         return self._required("item_slot_embedding", "item_slots")(noise_embeds, item_slot_ids)
 
+    def check_modules(self) -> None:
+        """Raises a ValueError if the config, whose fields may be set on a loaded drafter, asks for what it lacks."""
+        self.config.check()
+        if self.config.item_slots:
+            rows = self._required("item_slot_embedding", "item_slots").table.num_embeddings
+            wanted = self.config.item_slots + (self.config.item_separator_id is not None)
+            if rows != wanted:
+                raise ValueError(
+                    f"item_slots={self.config.item_slots} and item_separator_id={self.config.item_separator_id} need "
+                    f"{wanted} rows and this checkpoint has {rows}; set them as it was trained, or item_slots to 0."
+                )
+        if self.config.step_embeddings:
+            self._required("step_embedding", "step_embeddings")
+
     def _required(self, name: str, field: str) -> nn.Module:
         """The module that a field of the config asks for, which may have been set on a loaded drafter."""
         module = getattr(self, name)
@@ -511,7 +524,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         Raises:
             ValueError: no mask token, or a target that a block drafter cannot serve, or not with this context.
         """
-        from .initialization import config_for_target, initialize_from_target
+        from .initialization import check_kv_reading, config_for_target, initialize_from_target
 
         drafter = cls(
             config_for_target(
@@ -524,9 +537,7 @@ class RetraceDrafter(RetracePreTrainedModel):
             )
         )
         drafter = drafter.to(device=target.get_input_embeddings().weight.device, dtype=torch.float32)
-        if drafter.config.context_fusion in READS_TARGET_KV:
-            reapplied = drafter.config.context_kv_rope == "reapplied"
-            check_target_kv(target, drafter.config.target_kv_layer_ids, drafter.rotary_emb if reapplied else None)
+        check_kv_reading(drafter, target)
         if init_from_target:
             initialize_from_target(drafter, target)
         return drafter
@@ -567,16 +578,25 @@ class RetraceDrafter(RetracePreTrainedModel):
             ValueError: another layout, keys that do not match the backbone, or a context that the checkpoint's cannot
                 become.
         """
-        from .conversion import changed_fusion, load_dflash
-        from .initialization import start_from_shared
+        from .conversion import changed_fusion, check_same_context, load_dflash
+        from .initialization import check_kv_reading, start_from_shared
 
         fields, state = load_dflash(path_or_model)
         source = fields.get("context_fusion", "shared")
-        if config.get("context_fusion", source) != source:
+        wanted = config.get("context_fusion", source)
+        check_same_context(fields, config, source, wanted)
+        if context_rows is not None and (wanted == source or wanted != "layerwise"):
+            raise ValueError(
+                f"context_rows is for context_fusion='layerwise' made of another; here {source!r} becomes "
+                f"{wanted!r}, leave it out."
+            )
+        if wanted != source:
             changed = changed_fusion({**fields, "conditioning": "corrected", **config}, source, target)
             kept = {k: v for k, v in config.items() if k not in CONTEXT_FIELDS}
             known = cls.from_dflash(path_or_model, **{**kept, "conditioning": "none"})
             drafter = cls(RetraceConfig(**changed))
+            if target is not None:
+                check_kv_reading(drafter, target)
             start_from_shared(drafter, known, context_rows)
             return drafter.to(known.dtype).eval()
         drafter = cls(RetraceConfig(**{**fields, "conditioning": "corrected", **config}))

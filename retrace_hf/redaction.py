@@ -5,10 +5,10 @@ import re
 
 # The options that carry one: --hub_token, --push-to-hub-token, --token, --api_key. Not --mask_token, --num_tokens.
 _OPTION = re.compile(
-    r"(--(?:hub[-_]|push[-_]to[-_]hub[-_]|hf[-_])?(?:token|api[-_]key)(?:=|\s+))(\"[^\"]*\"|'[^']*'|[^\s\"'\\]+)"
+    r"(--(?:hub[-_]|push[-_]to[-_]hub[-_]|hf[-_])?(?:token|api[-_]key)(?:=|\s+))(\\?\"[^\"]*\"|'[^']*'|[^\s\"'\\]+)"
 )
 _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}\b")
-_IN_URL = re.compile(r"(https?://)[^/\s@]+@")
+_IN_URL = re.compile(r"(https?://)[^/\s@\"'\\]+@")
 
 
 def redacted(text: str) -> str:

@@ -152,6 +152,8 @@ def test_the_command_renders_checks_and_leaves_alone_what_is_written_by_hand(fol
         ("x hf_abcdefghijklmnopqrstuvwxyz y", "x *** y"),
         ('{"command": "run.py --hub_token abc", "x": 1}', '{"command": "run.py --hub_token ***", "x": 1}'),
         ("--endpoint https://me:pw@host/v1", "--endpoint https://***@host/v1"),
+        (r'{"command": "run.py --hub_token \"a b\" -x"}', '{"command": "run.py --hub_token *** -x"}'),
+        ('["https://a.org","me@x.org"]', None),
         ("--mask_token '<|fim_pad|>' --num_tokens 5 --api-key-env KEY", None),
         ("retrace_hf_something_that_is_rather_long https://host/a@b", None),
     ],

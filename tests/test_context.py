@@ -26,6 +26,7 @@ from retrace_hf.context import (
 )
 from retrace_hf.data.features import TargetFeatures, features_key
 from retrace_hf.evaluation import roll_out
+from retrace_hf.initialization import target_kv_fields
 from retrace_hf.roomy_cache import roomy_cache
 from retrace_hf.training import rollout
 
@@ -772,3 +773,28 @@ def test_configs_that_cannot_be():
 def test_a_plain_cache_lacks_the_second_stream():
     drafter = odd_drafter(context_fusion="hybrid")
     assert len(new_draft_cache(drafter.config).layers) == 2 * len(DFlashCache(config=drafter.config).layers)
+
+
+@pytest.mark.parametrize("family", ["glm4", "cohere"])
+def test_keys_that_cannot_be_unrotated_are_refused_wherever_a_drafter_meets_its_target(family, tmp_path):
+    target, fields = tiny_target(family), {"context_fusion": "hybrid", **REAPPLIED}
+    dflash = tiny_drafter(target, "none")
+    with pytest.raises(ValueError, match="not rotated as the drafter's.*context_kv_rope='kept'"):
+        RetraceDrafter.from_dflash(dflash, target=target, **fields)
+    drafter = RetraceDrafter.from_dflash(dflash, **{**target_kv_fields(target), **fields})
+    with pytest.raises(ValueError, match="not rotated as the drafter's.*context_kv_rope='kept'"):
+        make_trainer(drafter, target, tmp_path, rows_of(target))
+
+
+def test_trained_weights_are_not_pointed_at_other_layers(target):
+    dflash = tiny_drafter(target, "none")
+    taps = dflash.config.target_layer_ids
+    others = [i + 1 for i in taps]
+    for changes in ({}, {"context_fusion": "hybrid"}, {"context_fusion": "layerwise"}):
+        with pytest.raises(ValueError, match="target_layer_ids is .* was trained with .*; leave out target_layer_ids"):
+            RetraceDrafter.from_dflash(dflash, target=target, target_layer_ids=others, **changes)
+        RetraceDrafter.from_dflash(dflash, target=target, target_layer_ids=taps, **changes)
+    hybrid = tiny_drafter(target, "none", context_fusion="hybrid")
+    for changes in ({"target_kv_layer_ids": [0, 1]}, {"context_kv_rope": "reapplied"}):
+        with pytest.raises(ValueError, match=f"{next(iter(changes))} is .* was trained with"):
+            RetraceDrafter.from_dflash(hybrid, **changes)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
 import retrace_hf
 from retrace_hf import RetraceConfig, RetraceDrafter, record_acceptance
-from retrace_hf.hub import AUTO_MAP, code_files
+from retrace_hf.hub import AUTO_MAP, code_files, complete_folder
 
 from .fixtures import plain, prompt_of, randomize, tiny_drafter, tiny_target
 
@@ -311,3 +312,19 @@ def test_custom_generate_takes_another_drafter_and_says_what_it_does_not_know(
         generate(model=target, input_ids=prompt)
     with pytest.raises(ValueError, match="trust_remote_code"):
         target.generate(input_ids=prompt, custom_generate=str(folders / "shipped"), trust_remote_code=False)
+
+
+def test_half_precision_that_was_asked_for_is_what_is_pushed(tmp_path):
+    """The stored weights take the place of what was saved where they are the same in less room, not in more."""
+    drafter = tiny_drafter(tiny_target())
+    for stored, saved, kept in (
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32, torch.float16),
+    ):
+        source, folder = tmp_path / f"{stored}", tmp_path / f"{saved}-of-{stored}"
+        drafter.to(stored).save_pretrained(source)
+        moved = RetraceDrafter.from_pretrained(source, dtype=saved)
+        moved.save_pretrained(folder)
+        complete_folder(folder, moved, "ada/moved")
+        assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {kept}
+        drafter.float()

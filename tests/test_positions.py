@@ -451,3 +451,26 @@ def test_off_is_the_drafter_as_it_was(target):
     assert set(block_inputs(embedding, anchors, drafter)) == {"noise_embeds"}
     assert set(block_inputs(embedding, anchors, tiny_drafter(target, **STEPS))) == {"noise_embeds"}
     assert drafter.config.mask_token_id == MASK_TOKEN_ID and drafter_of_kind("real", target, anchors) is not None
+
+
+def test_items_set_on_a_loaded_drafter_are_checked_before_the_target_runs():
+    target = tiny_target()
+    drafter, prompt = tiny_drafter(target), prompt_of(9)
+    target.register_forward_pre_hook(lambda *_: pytest.fail("the target ran"))
+    for fields, message in (
+        ({"item_slots": 2}, "give one range of token ids"),
+        ({"item_token_ranges": [[0, 40], [40, 80]]}, "needs item_slot_embedding, which this checkpoint lacks"),
+        ({"item_slots": 0, "item_token_ranges": None, "step_embeddings": True}, "needs step_embedding, which"),
+    ):
+        for name, value in fields.items():
+            setattr(drafter.config, name, value)
+        with pytest.raises(ValueError, match=message):
+            target.generate(prompt, assistant_model=drafter, max_new_tokens=4)
+
+
+def test_a_separator_of_id_0_and_the_policy_survive_a_second_stage():
+    fields = {"item_slots": 2, "item_token_ranges": [[1, 40], [40, 80]], "item_separator_id": 0}
+    first = tiny_drafter(tiny_target(), "none", proposal="sample", **fields)
+    second = RetraceDrafter.from_dflash(first, conditioning="corrected")
+    assert {name: getattr(second.config, name) for name in fields} == fields
+    assert second.config.proposal == "sample"

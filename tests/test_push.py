@@ -165,6 +165,7 @@ print(json.dumps(found))
 TRAINER = """
 import json, sys, torch
 from datasets import Dataset
+from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from retrace_hf import RetraceDataCollator, RetraceTrainer, RetraceTrainingArguments
 from tests.fixtures import tiny_drafter, prompt_of
@@ -193,6 +194,12 @@ for wrong in (("ada/trained", None), ("bob/trained", token)):
 trainer = make_trainer("ada/trained", token)
 trainer.train()
 trainer.push_to_hub(dataset="ada/chats", license="mit")
+HfApi(token=token).create_repo("ada/by-hand-trained")
+HfApi(token=token).upload_file(
+    path_or_fileobj=b"---\\nlicense: mit\\n---\\n# Written by hand\\n",
+    path_in_repo="README.md", repo_id="ada/by-hand-trained",
+)
+make_trainer("ada/by-hand-trained", token).push_to_hub()
 print()
 print(json.dumps(refused))
 """
@@ -371,6 +378,8 @@ def test_a_trainer_pushes_drafter_code_and_card_and_no_token(client, hub, home):
     for commit in hub.repositories["ada/trained"].branches["main"][1:]:
         assert set(code_files()) <= set(commit.files), commit.message
     assert "hf auth login" in refused[0] and "of your own" in refused[1]
+    by_hand = hub.repositories["ada/by-hand-trained"].branches["main"][-1].files
+    assert set(code_files()) <= set(by_hand) and b"# Written by hand" in by_hand["README.md"]
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------

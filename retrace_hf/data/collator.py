@@ -17,14 +17,14 @@ class RetraceDataCollator:
             Token written into padded positions. `attention_mask` and `loss_mask` are 0 there, so any id of the
             vocabulary will do.
         features (`TargetFeatures`, *optional*):
-            Anything whose `features[row]` is the `np.float16` array `[length, F*D]` of dataset row `row` (its
-            `last_size`, if it has one, says how many of the columns are the last hidden state). With it
+            Anything whose `features[row]` is the `np.float16` array `[length, C]` (see `context.py`) of dataset row
+            `row` (its `last_size`, if it has one, says how many of the columns are the last hidden state). With it
             the batch carries `context_hidden_states`, and every row needs the column `"row"`, its index in the
             dataset the features were built from.
 
     Returns:
         `dict[str, torch.Tensor]`: `input_ids` `[b, S]` int64, `attention_mask` `[b, S]` int64, `loss_mask` `[b, S]`
-        bool; `row` `[b]` int64 if the rows have it; `context_hidden_states` `[b, S, F*D]` float32, zero at padding,
+        bool; `row` `[b]` int64 if the rows have it; `context_hidden_states` `[b, S, C]` float32, zero at padding,
         if `features` is given, and `target_last_states` `[b, S, D]` if they hold them.
 
     Raises:

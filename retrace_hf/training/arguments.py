@@ -1,5 +1,6 @@
 """Arguments of [`RetraceTrainer`]."""
 
+import copy
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -126,5 +127,12 @@ class RetraceTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
 
     def __getstate__(self) -> dict:
-        # training_args.bin is pickled from this, and goes to the Hub with the folder. A copy has no token either.
+        # training_args.bin is pickled from this, and goes to the Hub with the folder.
         return {**self.__dict__, "hub_token": None}
+
+    def __deepcopy__(self, memo: dict):
+        # A copy in this process (callbacks make some) still pushes.
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return new

@@ -15,10 +15,11 @@ from transformers.utils import logging
 
 from ..candidate_generator import check_pairing, draft_logits, transform_logits
 from ..card import as_hub_id, write_card
-from ..configuration_retrace import READS_TARGET_KV
-from ..context import check_target_kv, context_size, gate_mean
+from ..context import context_size, gate_mean
 from ..data import RetraceDataCollator
-from ..hub import is_own, plain_hub_errors, read_card, write_code
+from ..files import write_text
+from ..hub import CARD, is_own, plain_hub_errors, read_card, read_hub_card, write_code
+from ..initialization import check_kv_reading
 from ..seeds import mixed_generator
 from .arguments import RetraceTrainingArguments
 from .checkpoints import is_whole, last_whole_checkpoint
@@ -523,6 +524,10 @@ class RetraceTrainer(Trainer):
         folder = Path(self.args.output_dir)
         if not self.is_world_process_zero() or is_own(read_card(folder)):
             return
+        hub_card = read_hub_card(self.hub_model_id, self.args.hub_token)
+        if is_own(hub_card):
+            write_text(folder / CARD, hub_card)
+            return
         if not (folder / "config.json").is_file():  # a LoRA
             return super().create_model_card(language, license, tags, model_name, finetuned_from, tasks, **kwargs)
         datasets, tags = kwargs.get("dataset"), [tags] if isinstance(tags, str) else tags
@@ -545,8 +550,7 @@ class RetraceTrainer(Trainer):
 def _check_drafter(drafter: nn.Module, target: PreTrainedModel, device: torch.device):
     """Raises where this drafter cannot be trained for this target, or not here; and upcasts it."""
     check_pairing(drafter, target)
-    if drafter.config.context_fusion in READS_TARGET_KV:
-        check_target_kv(target, drafter.config.target_kv_layer_ids)
+    check_kv_reading(drafter, target)
     _check_attention(drafter, device)
     _use_float32(drafter)
 
