@@ -582,7 +582,8 @@ def check_pairing(drafter, target: PreTrainedModel, generation_config=None) -> N
         ValueError: names what does not fit, and the cure.
     """
     _check_models(drafter.config, target)
-    drafter.check_modules()
+    if hasattr(drafter, "check_modules"):  # a drafter is known by get_candidate_generator alone
+        drafter.check_modules()
     if generation_config is not None:
         _check_options(generation_config, target)
         _check_speculation(drafter.config, generation_config)
