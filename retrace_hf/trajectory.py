@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from .configuration_retrace import RetraceConfig
-from .few_rows import apply_linear
 
 
 class RejectedTrajectory(NamedTuple):
@@ -128,9 +127,8 @@ class TrajectoryFusion(nn.Module):
         if corrected:
             target = trajectory.target.to(embeds.dtype).masked_fill(~valid, 0.0)
             beta = self.beta if self.training else 1.0
-            rejected = rejected + beta * apply_linear(self.correction, torch.cat([rejected, target], dim=-1))
-        gate = torch.sigmoid(apply_linear(self.gate, torch.cat([embeds, rejected], dim=-1)))
-        admitted = apply_linear(self.value, rejected) * gate
+            rejected = rejected + beta * self.correction(torch.cat([rejected, target], dim=-1))
+        admitted = self.value(rejected) * torch.sigmoid(self.gate(torch.cat([embeds, rejected], dim=-1)))
         return torch.where(valid, embeds + admitted, embeds)
 
 
