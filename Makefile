@@ -31,7 +31,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
-test-full: $(STAMP)
+# Places that training logs to, which the slow tests read back.
+$(VENV)/.reporters: $(STAMP)
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[report]'
+	@touch $@
+
+test-full: $(VENV)/.reporters
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The same tests with the oldest transformers that pyproject.toml allows, in an environment of its own.
