@@ -31,12 +31,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
-# Places that training logs to, which the slow tests read back.
-$(VENV)/.reporters: $(STAMP)
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[report]'
+# What the slow tests need more: the places that training logs to, and DeepSpeed, which is built here, for CPUs.
+$(VENV)/.full: $(STAMP)
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[report]' setuptools wheel
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/pip install --quiet -c $(CONSTRAINTS) --no-build-isolation deepspeed
 	@touch $@
 
-test-full: $(VENV)/.reporters
+test-full: $(VENV)/.full
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The same tests with the oldest transformers that pyproject.toml allows, in an environment of its own.

@@ -69,6 +69,8 @@ def train(
     with saving_on_interrupt(trainer) as stopped:
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder) if resume else None)
     assert isinstance(next(trainer.model.parameters()), DTensor) == fsdp
+    parts = [p for p in trainer.target.parameters() if hasattr(p, "ds_tensor") and p.ds_tensor.numel() < p.ds_numel]
+    assert bool(parts) == (os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3")
     if not stopped.asked:
         trainer.save_model()
         trainer.save_state()
@@ -81,3 +83,8 @@ if __name__ == "__main__":
         train(**options)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if "deepspeed" in sys.modules:
+        # Its engines hold groups of gloo beyond this point, whose threads abort some interpreters as they end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

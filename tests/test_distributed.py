@@ -181,6 +181,29 @@ def test_fsdp2_trains_as_one_process_with_twice_the_batch_and_resumes(rows, tmp_
     assert "set it to false" in start(tmp_path, [two], fails=True, **empty)
 
 
+def zero3_environment() -> dict[str, str]:
+    """The shipped config's, for CPUs: float32 on gloo."""
+    environment = prepare_deepspeed_cmd_env(launch_arguments("deepspeed_zero3"))[1]
+    names = ("ACCELERATE_DEEPSPEED", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_GRADIENT")
+    cpu = {"DS_ACCELERATOR": "cpu", "ACCELERATE_MIXED_PRECISION": "no"}
+    return {k: v for k, v in environment.items() if k.startswith(names)} | cpu
+
+
+@pytest.mark.slow
+def test_zero3_trains_as_one_process_with_twice_the_batch_and_resumes(rows, tmp_path):
+    """DeepSpeed itself, with the target's body sharded over two processes (`pip install -e .[deepspeed]`)."""
+    one = {**OPTIONS, **SAVED, "rows": rows, "folder": str(tmp_path / "one"), "per_device_train_batch_size": 4}
+    train(**one)
+    two = {**one, "folder": str(tmp_path / "two"), "per_device_train_batch_size": 2}
+    start(tmp_path, [two], **zero3_environment())
+    assert_same(tmp_path / "two", tmp_path / "one", tolerance=1e-5)
+    resumed = {**two, "folder": str(cut(tmp_path / "two", tmp_path / "resumed")), "resume": True}
+    start(tmp_path, [resumed], **zero3_environment())
+    assert_same(tmp_path / "resumed", tmp_path / "two", tolerance=1e-7)
+    refused = start(tmp_path, [{**two, "eval_prompts": PROMPTS}], fails=True, **zero3_environment())
+    assert "eval_prompts is set and the models are sharded" in refused
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "processes"),
     [("one_gpu", "NO", 1), ("ddp", "MULTI_GPU", 8), ("fsdp2", "FSDP", 8), ("deepspeed_zero3", "DEEPSPEED", 8)],

@@ -418,3 +418,17 @@ def test_a_small_target_is_trained_and_chats(run, tmp_path, capsys):
     run("small_target.py", *arguments)
     assert "nothing is left to do" in capsys.readouterr().out
     run.fails("small_target.py", *arguments[:4], "--hidden_size", 100, message="give a multiple of 64")
+
+
+@pytest.mark.slow
+def test_where_the_targets_states_hold_the_answer_retrace_gains(run, tmp_path):
+    """Trained, rolled out and generated with. A signal that is lost or misplaced on the way leaves a ratio of 1."""
+    short = ["--target_steps", 300, "--stage2_steps", 120, "--texts", 60, "--generated", 4]
+    run("positive_control.py", "--output", tmp_path, "--arms", "gated", "corrected", *short)
+    results = json.loads((tmp_path / "results.json").read_text())
+    arms = results["arms"]
+    assert results["target"]["right_where_the_table_says"] > 0.98
+    assert arms["corrected"]["over_control"]["interval"][0] > 1.3
+    assert arms["gated"]["over_control"]["interval"][1] < 1.1  # what gains is the target's states
+    assert arms["corrected"]["generate"]["acceptance_length"] > 1.3 * arms["none"]["generate"]["acceptance_length"]
+    assert all(entry["generate"]["equal_to_plain"] == 4 for entry in arms.values())
