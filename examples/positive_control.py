@@ -13,8 +13,10 @@ into the next block, and has only to read them. So `corrected` must gain, and `g
 states alone, must not. If an arm of real text shows no gain while this one does, it is for want of a signal, not of
 wires.
 
-All arms have the same stage 1 (no carried rounds), rows, blocks and steps. tau is measured on held-out texts by a
-roll-out, and in `generate()`, greedily, beside plain `generate()`, whose text must be the same.
+All arms of a context have the same stage 1 (no carried rounds), and all arms the same rows, blocks and steps.
+`--fusions shared layerwise kv hybrid` asks whether the gain survives where the drafter reads the target in another
+way. tau is measured on held-out texts by a roll-out, and in `generate()`, greedily, beside plain `generate()`, whose
+text must be the same.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 
 from retrace_hf import RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
+from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, READS_TARGET_KV
 from retrace_hf.evaluation import bootstrap_ratio, roll_out, summarize, write_results
 from retrace_hf.evaluation.results import provenance
 from retrace_hf.files import write_text
@@ -41,6 +44,7 @@ ARMS = ("none", "overwrite", "gated", "corrected")
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/positive_control"))
+    parser.add_argument("--fusions", nargs="+", choices=CONTEXT_FUSIONS, default=["shared"], help="context_fusion")
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="none, the control, is always there"
     )
@@ -135,18 +139,30 @@ def train_drafter(args, target, drafter: RetraceDrafter, name: str, steps: int, 
     return drafter.eval()
 
 
-def train_arms(args, target) -> dict[str, RetraceDrafter]:
+def train_arms(args, target, fusion: str) -> dict[str, RetraceDrafter]:
+    """By name, `fusion/arm`: the drafters of one context."""
+    # Taps behind the first two layers: what the target looks up later, the drafter has to look up itself.
+    taps = {} if fusion == "kv" else {"target_layer_ids": [0, 1]}
+    if fusion in READS_TARGET_KV:
+        taps["target_kv_layer_ids"] = [0, 1]
     set_seed(args.seed)
-    # Taps behind the first layer: what the target looks up later, the drafter has to look up itself.
     untrained = RetraceDrafter.from_target(
-        target, mask_token_id=MASK, num_hidden_layers=1, block_size=16, target_layer_ids=[1], conditioning="none"
+        target,
+        mask_token_id=MASK,
+        num_hidden_layers=1,
+        block_size=16,
+        conditioning="none",
+        context_fusion=fusion,
+        **taps,
     )
-    stage1 = train_drafter(args, target, untrained, "stage1", args.stage1_steps, rounds=0)
-    drafters = {"stage1": stage1}
+    stage1 = train_drafter(args, target, untrained, f"{fusion}/stage1", args.stage1_steps, rounds=0)
+    drafters = {f"{fusion}/stage1": stage1}
     for arm in args.arms:
         set_seed(args.seed)
         drafter = RetraceDrafter.from_dflash(stage1, conditioning=arm)
-        drafters[arm] = train_drafter(args, target, drafter, arm, args.stage2_steps, rounds=2)
+        drafters[f"{fusion}/{arm}"] = train_drafter(
+            args, target, drafter, f"{fusion}/{arm}", args.stage2_steps, rounds=2
+        )
     return drafters
 
 
@@ -178,8 +194,10 @@ def measure(args, target, drafters: dict[str, RetraceDrafter]) -> dict:
         entry = results["arms"][name] = summarize(rounds[name], ["records"] * len(texts))["all"]
         entry["generate"] = generated(target, drafter, texts[: args.generated, :PROMPT])
         print(name, round(entry["acceptance_length"], 3), entry["generate"], flush=True)
-    for name in args.arms[1:]:
-        results["arms"][name]["over_control"] = bootstrap_ratio(rounds[name], rounds["none"])
+        if name.endswith("/none"):
+            control = name
+        elif not name.endswith("/stage1"):
+            entry["over_control"] = bootstrap_ratio(rounds[name], rounds[control])
     return results
 
 
@@ -200,7 +218,9 @@ def markdown(results: dict) -> str:
 def main():
     args = parse_args()
     target = train_target(args)
-    drafters = train_arms(args, target)
+    drafters = {}
+    for fusion in args.fusions:
+        drafters |= train_arms(args, target, fusion)
     with torch.inference_mode():
         results = measure(args, target, drafters)
     results["provenance"] = provenance([], seed=args.seed, threads=torch.get_num_threads())

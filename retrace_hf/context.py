@@ -334,7 +334,7 @@ class HybridGate(nn.Module):
         Delta = o - n,  g = sigmoid(Wg [n ; o ; Delta] + b),  h = n + g * W_Delta Delta
 
     both behind the output projection, the gate element-wise. W_Delta starts at zero: a warm start from a drafter with
-    hidden context is that drafter, bit for bit. `mean` is the gate's mean in the last forward, left on its device.
+    hidden context is that drafter, bit for bit. `last` holds the gate of the last forward, on its device.
 
     Source: KVShot, arXiv 2604.26412.
     """
@@ -344,19 +344,20 @@ class HybridGate(nn.Module):
         self.gate = nn.Linear(3 * size, size)
         self.delta = nn.Linear(size, size, bias=False)
         self.delta.start = torch.zeros_like
-        self.mean: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None  # its mean is taken when asked for: generate() never asks
 
     def forward(self, hidden_out: torch.Tensor, kv_out: torch.Tensor) -> torch.Tensor:
         delta = kv_out - hidden_out
         gate = torch.sigmoid(self.gate(torch.cat([hidden_out, kv_out, delta], dim=-1)))
-        self.mean = gate.detach().float().mean()
+        self.last = gate.detach()
         return hidden_out + gate * self.delta(delta)
 
 
 def gate_mean(drafter: nn.Module) -> torch.Tensor | None:
     """The mean gate of a `"hybrid"` drafter's last forward, over layers and slots, on its device (reading it waits for
     the device); `None` for others. Near 0 the keys and values are not used (KVShot's gate starvation)."""
-    means = [m.mean for m in drafter.modules() if isinstance(m, HybridGate) and m.mean is not None]
+    gates = (module.last for module in drafter.modules() if isinstance(module, HybridGate))
+    means = [gate.float().mean() for gate in gates if gate is not None]
     return torch.stack(means).mean() if means else None
 
 

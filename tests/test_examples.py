@@ -426,7 +426,7 @@ def test_where_the_targets_states_hold_the_answer_retrace_gains(run, tmp_path):
     short = ["--target_steps", 300, "--stage2_steps", 120, "--texts", 60, "--generated", 4]
     run("positive_control.py", "--output", tmp_path, "--arms", "gated", "corrected", *short)
     results = json.loads((tmp_path / "results.json").read_text())
-    arms = results["arms"]
+    arms = {name.removeprefix("shared/"): entry for name, entry in results["arms"].items()}
     assert results["target"]["right_where_the_table_says"] > 0.98
     assert arms["corrected"]["over_control"]["interval"][0] > 1.3
     assert arms["gated"]["over_control"]["interval"][1] < 1.1  # what gains is the target's states
