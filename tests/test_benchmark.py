@@ -318,10 +318,13 @@ def test_temperatures_are_sampled_seeded_and_not_compared(place, tmp_path, monke
     assert one != other
     table = (tmp_path / "a" / "results.md").read_text()
     assert "## Temperature 0" in table and "no text is compared" in table.partition("## Temperature 1")[2]
-    benchmark(options_of(place, tmp_path / "b", temperature=[1.0], top_k=5))
+    benchmark(options_of(place, tmp_path / "b", temperature=[1.0], top_k=5, limit=1))
     again = texts_of(tmp_path / "b")
-    assert again == {k: lines[k] | {"key": again[k]["key"]} for k in again} and len(again) == 3
-    benchmark(options_of(place, tmp_path / "c", temperature=[1.0], top_k=5, seed=7))
+    assert len(again) == 2  # among others, a prompt is sampled as it is here
+    for key, line in again.items():
+        for turn, other in zip(line["turns"], lines[key]["turns"], strict=True):
+            assert turn["methods"] == other["methods"]
+    benchmark(options_of(place, tmp_path / "c", temperature=[1.0], top_k=5, limit=1, seed=7))
     assert any(texts_of(tmp_path / "c")[k]["turns"] != again[k]["turns"] for k in again)
 
 

@@ -278,7 +278,7 @@ class Bench:
         bar = tqdm(list(zip(ids, rows)), desc=title, unit="prompt", disable=not self.options.progress)
         for number, (row_id, row) in enumerate(bar):
             if row_id not in kept:
-                turns = self._chat(row["turns"], number, temperature)
+                turns = self._chat(row, number, temperature)
                 kept.add({"id": row_id, "prompt": row["id"], "kind": row["kind"], "turns": turns})
         return [kept[row_id] for row_id in ids]
 
@@ -287,21 +287,23 @@ class Bench:
         for method in self.methods:
             self._run(method, prompt, min(WARM_UP_TOKENS, self._room(prompt)), temperature)
 
-    def _chat(self, questions: Sequence[str], number: int, temperature: float) -> list[dict]:
+    def _chat(self, row: dict, number: int, temperature: float) -> list[dict]:
         """The turns of a chat; those that the target's context has no room for are missing."""
         messages, turns = [], []
-        for turn, question in enumerate(questions):
+        own = int(rows_hash([row])[-8:], 16)  # what is sampled goes by the prompt, not by its place among others
+        for turn, question in enumerate(row["turns"]):
             messages.append({"role": "user", "content": question})
             prompt = self._render(messages)
             if self._room(prompt) < 2:
                 logger.warning("A chat ends before its turn %d: the target's context is full.", turn + 1)
                 break
-            turns.append(self._answer_by_turns(prompt, number + turn, temperature))
+            seeds = (self.options.seed, own, turn)
+            turns.append(self._answer_by_turns(prompt, number + turn, seeds, temperature))
             ids = turns[-1]["methods"][PLAIN]["ids"]
             messages.append({"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)})
         return turns
 
-    def _answer_by_turns(self, prompt: list[int], number: int, temperature: float) -> dict:
+    def _answer_by_turns(self, prompt: list[int], number: int, seeds: tuple[int, ...], temperature: float) -> dict:
         """All methods on one prompt, one after the other. The order rotates with `number`, so that none is always
         first."""
         names = list(self.methods)
@@ -309,7 +311,7 @@ class Bench:
         order = names[start:] + names[:start]
         found = {}
         for method in order:
-            mixed_seed(self.options.seed, number)
+            mixed_seed(*seeds)
             run = self._run(method, prompt, self._room(prompt), temperature)
             found[method] = {
                 "ids": run.ids[0],
