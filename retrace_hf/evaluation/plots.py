@@ -40,14 +40,14 @@ def _draw(results: Mapping, panel: Callable, file: Path):
 
     by_temperature = results["temperatures"]
     figure, panels = pyplot.subplots(
-        1, len(by_temperature), figsize=(7 * len(by_temperature), 4.5), squeeze=False, sharey=True
+        1, len(by_temperature), figsize=(7 * len(by_temperature), 5), squeeze=False, sharey=True, layout="constrained"
     )
     for axes, (temperature, variants) in zip(panels[0], by_temperature.items()):
         panel(axes, {method: variant for method, variant in variants.items() if method != "plain"})
         axes.set_title(f"temperature {temperature}")
         axes.grid(alpha=0.3)
-        axes.legend()
-    figure.tight_layout()
+    drawn, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(drawn, names, loc="outside lower center", ncols=4)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 
@@ -89,6 +89,7 @@ def _tau_by_context(axes, variants: Mapping):
         bins = variant["all"]["by_context"]
         axes.plot([one["up_to"] for one in bins], [one["acceptance_length"] for one in bins], marker="o", label=method)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set(xlabel="tokens of context, up to", ylabel="tau (tokens a round)")
 
 
