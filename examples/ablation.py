@@ -36,7 +36,7 @@ from retrace_hf import RetraceCandidateGenerator, RetraceConfig, RetraceDrafter
 from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, CONTEXT_KV_ROPES, READS_TARGET_KV
 from retrace_hf.data.features import target_fingerprint
 from retrace_hf.evaluation import AcceptanceStats, KeptLines, bootstrap_ratio, summarize, write_results
-from retrace_hf.evaluation.results import file_hash, provenance
+from retrace_hf.evaluation.results import describe_drafter, file_hash, provenance
 from retrace_hf.files import write_text
 from retrace_hf.measure import answer, timed
 from retrace_hf.targets import load_target
@@ -209,7 +209,7 @@ def measure(args) -> dict:
     target, tokenizer = load_target(args.target)
     rows = evaluate_drafters.read_rows(args, tokenizer)
     kinds = [row["kind"] for row in rows]
-    described = {name: evaluate_drafters.describe_arm(folder) for name, folder in args.arms.items()}
+    described = {name: describe_drafter(folder) for name, folder in args.arms.items()}
     key = {
         "target": target_fingerprint(target),
         "prompts": file_hash(args.prompts),

@@ -16,9 +16,7 @@ that made it: the same command goes on where it was stopped, and changed weights
 """
 
 import argparse
-import json
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -31,13 +29,19 @@ from retrace_hf.data.prompts import read_eval_prompts, render_prompt
 from retrace_hf.evaluation import (
     AcceptanceStats,
     KeptLines,
-    bootstrap_ratio,
     first_difference,
     roll_out,
     summarize,
     write_results,
 )
-from retrace_hf.evaluation.results import file_hash, provenance, rows_by_kind
+from retrace_hf.evaluation.results import (
+    describe_drafter,
+    file_hash,
+    limit_each_kind,
+    provenance,
+    ratios_over,
+    rows_by_kind,
+)
 from retrace_hf.measure import answer, timed
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
@@ -97,16 +101,7 @@ def read_rows(args, tokenizer) -> list[dict]:
         }
         for prompt in read_eval_prompts(args.prompts)
     ]
-    return first_of_each_kind(rows, args.limit)
-
-
-def first_of_each_kind(rows: list[dict], limit: int | None) -> list[dict]:
-    taken, chosen = Counter(), []
-    for row in rows:
-        taken[row["kind"]] += 1
-        if limit is None or taken[row["kind"]] <= limit:
-            chosen.append(row)
-    return chosen
+    return limit_each_kind(rows, args.limit)
 
 
 # -- plain's answers, and the arms played over them ------------------------------------------------------------------
@@ -158,18 +153,6 @@ def play_arm(args, target, name: str, rows, answers, kept: KeptLines) -> list[Ac
 
 def stats_of(line: dict) -> AcceptanceStats:
     return AcceptanceStats(line["accepted"], line["proposed"], calls=1)
-
-
-def ratios_over(baseline: str, played: dict[str, list[AcceptanceStats]], kinds: list[str]) -> dict:
-    """Every other arm's tau over the baseline's, by kind, paired by prompt."""
-    ratios = {}
-    for name in sorted(set(played) - {baseline}):
-        ratios[name] = {}
-        for kind, chosen in rows_by_kind(kinds).items():
-            ratios[name][kind] = bootstrap_ratio(
-                [played[name][i] for i in chosen], [played[baseline][i] for i in chosen]
-            )
-    return ratios
 
 
 # -- generate() itself -----------------------------------------------------------------------------------------------
@@ -295,16 +278,6 @@ def conditioning_cost(args, target, rows) -> dict[str, float] | None:
 # -- the whole -------------------------------------------------------------------------------------------------------
 
 
-def describe_arm(folder: str) -> dict:
-    """Hash of the weights, and how they were trained where the run left a note."""
-    note = Path(folder) / "training.json"
-    return {
-        "weights": file_hash(Path(folder) / "model.safetensors"),
-        "config": file_hash(Path(folder) / "config.json"),
-        "training": json.loads(note.read_text()) if note.is_file() else None,
-    }
-
-
 def drafter_key(described: dict) -> dict:
     return {"weights": described["weights"], "config": described["config"]}
 
@@ -314,7 +287,7 @@ def main():
     target, tokenizer = load_target(args.target)
     rows = read_rows(args, tokenizer)
     kinds = [row["kind"] for row in rows]
-    described = {name: describe_arm(folder) for name, folder in args.arms.items()}
+    described = {name: describe_drafter(folder) for name, folder in args.arms.items()}
     key = {
         "target": target_fingerprint(target),
         "prompts": file_hash(args.prompts),
@@ -333,7 +306,7 @@ def main():
     if args.baseline is not None:
         results[f"acceptance_length_over_{args.baseline}"] = ratios_over(args.baseline, played, kinds)
     if args.generate is not None:
-        chosen = first_of_each_kind(rows, args.generate_limit)
+        chosen = limit_each_kind(rows, args.generate_limit)
         # Seconds belong to a machine, and seconds and texts to a state of the code.
         run = provenance([], threads=torch.get_num_threads(), name=args.generate)
         del run["command"]

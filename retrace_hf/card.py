@@ -121,7 +121,7 @@ def render_card(
     except KeyError as error:
         raise ValueError(
             f"A file of {folder} lacks the entry {error}, so no card can be made of it; results.json is written by "
-            "examples/evaluate_drafters.py, training.json by examples/train_retrace.py."
+            "examples/evaluate_drafters.py or retrace-hf benchmark, training.json by examples/train_retrace.py."
         ) from error
 
 
@@ -229,13 +229,13 @@ def _arm_of(folder: Path, results: dict, training: dict | None) -> str:
     )
 
 
-def _kinds(results: dict) -> list[str]:
+def kinds_of(results: dict) -> list[str]:
     """Kinds of prompts, those that papers report first, then `"all"`."""
     found = {kind for variant in results["variants"].values() for kind in variant} - {"all"}
     return [k for k in DATA_SETS if k in found] + sorted(found - set(DATA_SETS)) + ["all"]
 
 
-def _title(kind: str) -> str:
+def title_of(kind: str) -> str:
     return DATA_SETS[kind][0] if kind in DATA_SETS else kind
 
 
@@ -243,7 +243,7 @@ def _eval_results(results: dict, arm: str) -> list[EvalResult]:
     played = results["variants"][arm]
     generated = results["variants"].get(f"{arm}_generate", played)
     metrics = []
-    for kind in _kinds(results)[:-1]:
+    for kind in kinds_of(results)[:-1]:
         name, hub_id, config, split = DATA_SETS.get(kind, (kind, kind, None, None))
         for variant, metric, title, value in (
             (played, "acceptance_length", "tau, pooled over rounds", lambda e: e["acceptance_length"]),
@@ -359,26 +359,34 @@ def _weights(folder: Path) -> tuple[int, list[str]]:
 
 def _results(results: dict, arm: str) -> str:
     source = results["provenance"]
-    kinds = ", ".join(_title(kind) for kind in _kinds(results)[:-1])
+    kinds = ", ".join(title_of(kind) for kind in kinds_of(results)[:-1])
     count = results["variants"][arm]["all"]["prompts"]
     made_of = ", ".join(f"{name} {number}" for name, number in (source.get("versions") or {}).items())
     hashes = "; ".join(f"{name} {digest}" for name, digest in (source.get("data") or {}).items())
+    temperature = source.get("temperature", 0)
+    how = f"Sampled at temperature {temperature:g}" if temperature else "Greedy"
     protocol = (
-        f"Greedy, {source.get('dtype', 'float32')}, batch 1, {source['max_new_tokens']} new tokens, {count} prompts "
+        f"{how}, {source.get('dtype', 'float32')}, batch 1, {source['max_new_tokens']} new tokens, {count} prompts "
         f"({kinds}). tau counts the target's token, pooled over rounds; in brackets the 95 % interval over prompts. "
         f"This drafter is the row `{arm}`."
     )
     made = f"Made by `{source['command']}` with {made_of} on {source['hardware']} (data: {hashes}"
     target = source.get("target")
     made += f"; target: {target})." if target and not os.path.isabs(target) else ")."
-    parts = [protocol, results_table(results), _rows_note(results, arm), _equality_note(results), _cost_note(results)]
+    parts = [
+        protocol,
+        results_table(results),
+        _rows_note(results, arm),
+        _equality_note(results, arm),
+        _cost_note(results),
+    ]
     parts += ["\n".join(f"- {caveat}" for caveat in results.get("caveats", [])), made]
     return "## Results\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
 def results_table(results: dict) -> str:
     """Every variant's tau by kind of prompt, its ratio to the baseline's where there is one, and its speed."""
-    kinds = _kinds(results)
+    kinds = kinds_of(results)
     prefix = "acceptance_length_over_"
     baseline, ratios = next(
         ((k.removeprefix(prefix), v) for k, v in results.items() if k.startswith(prefix)), (None, {})
@@ -388,7 +396,8 @@ def results_table(results: dict) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     whole = max(variant["all"]["prompts"] for variant in results["variants"].values())
     for name, variant in results["variants"].items():
-        cells = [f"{variant[k]['acceptance_length']:.3f}" if k in variant else "" for k in kinds]
+        taus = [variant.get(k, {}).get("acceptance_length") for k in kinds]  # None: not measured, or not a round
+        cells = ["" if tau is None else f"{tau:.3f}" for tau in taus]
         cells[-1] += _interval(variant["all"].get("acceptance_length_interval"))
         if baseline is not None:
             ratio = ratios.get(name, {}).get("all")
@@ -402,7 +411,7 @@ def results_table(results: dict) -> str:
 
 
 def _interval(bounds: list[float] | None) -> str:
-    return "" if bounds is None else " [{:.3f}, {:.3f}]".format(*bounds)
+    return "" if bounds is None or None in bounds else " [{:.3f}, {:.3f}]".format(*bounds)
 
 
 def _rows_note(results: dict, arm: str) -> str:
@@ -411,24 +420,28 @@ def _rows_note(results: dict, arm: str) -> str:
         "sft": "`sft` is the control: the same further training without the signal.",
         f"{arm}_generate": f"`{arm}_generate` is `{arm}` run by `generate()` on the timed prompts.",
         "signal_off": "`signal_off` is transformers' own DFlash generator on this drafter's weights.",
+        f"{arm}_signal_off": f"`{arm}_signal_off` is transformers' own DFlash generator on this drafter's weights.",
+        "prompt_lookup": "`prompt_lookup` is transformers' prompt lookup, which needs no drafter.",
+        "assistant": "`assistant` is transformers' assisted generation with a small draft model.",
     }
     said = [note for name, note in notes.items() if name in results["variants"]]
     return " ".join([*said, "All figures, with the acceptance at each slot, are in `results.json`."])
 
 
-def _equality_note(results: dict) -> str:
+def _equality_note(results: dict, arm: str) -> str:
     """How often generate()'s text was plain's, and every place where it was not."""
-    entry = results.get("generate")
-    if entry is None:
+    entry = results.get("generate", results["variants"][arm]["all"])
+    if "equal_to_plain" not in entry:
         return ""
-    lines = [
-        f"`generate()` with the drafter: the text is plain's on {entry['equal_to_plain']} of {entry['prompts']} "
-        f"prompts, the rounds are the roll-out's on {entry['rounds_equal_to_rollout']}."
-    ]
+    equal = f"{entry['equal_to_plain']} of {entry['prompts']} prompts"
+    told = f"`generate()` with the drafter: the text is plain's on {equal}"
+    if "rounds_equal_to_rollout" in entry:
+        told += f", the rounds are the roll-out's on {entry['rounds_equal_to_rollout']}"
+    lines = [f"{told}."]
     for d in entry["differences"]:
         kind = "a tie" if d["tie"] else "no tie"
         lines.append(
-            f"- {d['id']} parts at token {d['at']}, where plain's two best logits are {d['gap']:.2g} apart: {kind}"
+            f"- {d['id']} parts at token {d['at']}, where the two tokens' logits are {d['gap']:.2g} apart: {kind}"
         )
     return "\n".join(lines)
 
@@ -473,4 +486,13 @@ def _run(run: dict) -> str:
     return text
 
 
-__all__ = ["as_hub_id", "card_is_current", "is_rendered", "render_card", "results_table", "write_card"]
+__all__ = [
+    "as_hub_id",
+    "card_is_current",
+    "is_rendered",
+    "kinds_of",
+    "render_card",
+    "results_table",
+    "title_of",
+    "write_card",
+]

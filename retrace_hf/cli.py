@@ -8,6 +8,7 @@ from .terminal import run_command
 
 try:
     import typer
+    from typer.core import TyperCommand
 except ImportError as error:
     raise ImportError("The command retrace-hf needs typer and rich: pip install 'retrace_hf[demo]'.") from error
 
@@ -77,6 +78,75 @@ def prepare(
         raise typer.Exit(130) from None
     print(json.dumps(counts, ensure_ascii=False))
     print(f"To train on it: python examples/train_retrace.py --responses {output_dir}/tokens_*.jsonl.gz ...")
+
+
+class _SeveralValues(TyperCommand):
+    """A command without arguments. Options that may be repeated also take several values at once: `--data a b` is
+    `--data a --data b`."""
+
+    def parse_args(self, ctx, args):
+        repeatable = {name for option in self.params if option.multiple for name in option.opts}
+        spread, current = [], None
+        for part in args:
+            if part.startswith("-"):
+                current = part if part in repeatable else None
+                first = current is not None
+            elif current is not None and not first:
+                spread.append(current)
+            else:
+                first = False
+            spread.append(part)
+        return super().parse_args(ctx, spread)
+
+
+_SETS = "mt-bench, humaneval, gsm8k, math500, alpaca, livecodebench"
+_MANY = "Several after one another, or the option repeated."
+_DRAFTERS = typer.Option(..., "--drafter", help=f"Folder or Hub id, NAME=FOLDER to name its row. {_MANY}")
+_DATA = typer.Option(
+    ..., "--data", help=f"Sets by name ({_SETS}; NAME=PATH where it was downloaded), or FILE.jsonl. {_MANY}"
+)
+_TEMPERATURES = typer.Option([0.0, 1.0], "--temperature", help=f"0 is greedy. {_MANY}")
+
+
+@app.command(cls=_SeveralValues)
+def benchmark(
+    drafter: list[str] = _DRAFTERS,
+    data: list[str] = _DATA,
+    output_dir: str = typer.Option(..., help="Folder for results.json, results.md and plots; made if missing."),
+    target: str = typer.Option("HuggingFaceTB/SmolLM2-135M-Instruct", help="Hub id or folder of the target."),
+    temperature: list[float] = _TEMPERATURES,
+    max_new_tokens: int = typer.Option(8192, help="Tokens of an answer at most."),
+    limit: int | None = typer.Option(None, help="Prompts of each kind at most; the paper's numbers if left out."),
+    seed: int = typer.Option(42, help="Of the draw of prompts, and of sampling."),
+    top_p: float = typer.Option(0.95, help="With a temperature."),
+    top_k: int = typer.Option(20, help="With a temperature; 0 keeps all."),
+    prompt_lookup: bool = typer.Option(False, "--prompt-lookup", help="Compare transformers' prompt lookup too."),
+    assistant_model: str | None = typer.Option(None, help="Compare assisted generation with this small model too."),
+    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
+    device: str = typer.Option("cpu", help="Where all of it runs."),
+    threads: int | None = typer.Option(None, help="Threads of torch; its own choice if left out."),
+    plots: bool = typer.Option(True, "--plots/--no-plots", help="Draw them (needs matplotlib)."),
+):
+    """Compare drafters with plain generate() and transformers' own DFlash. A stopped run goes on when repeated."""
+    options = dict(locals())
+    try:
+        from .evaluation.benchmark import TABLE, BenchmarkOptions, mismatch_report
+        from .evaluation.benchmark import benchmark as run
+
+        results = run(BenchmarkOptions(**options))
+    except KeyboardInterrupt:
+        print("retrace-hf: stopped; what is measured is kept, and the same command goes on.", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"{output_dir}/{TABLE} is written.")
+    mismatches = mismatch_report(results)
+    for line in mismatches:
+        print(f"retrace-hf: MISMATCH: {line}", file=sys.stderr)
+    if mismatches and dtype == "float32":
+        print(
+            f"retrace-hf: {len(mismatches)} greedy answers are not plain's, and in float32 all should be.",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
 
 
 _DATASET = typer.Option(None, help="Hub id of data it was trained on; may be repeated.")

@@ -54,7 +54,7 @@ def load_dflash(path_or_model: str | os.PathLike | PreTrainedModel) -> tuple[dic
     if isinstance(path_or_model, PreTrainedModel):
         raw, state = path_or_model.config.to_dict(), dict(path_or_model.state_dict())
     else:
-        folder = _local_folder(path_or_model)
+        folder = local_folder(path_or_model)
         raw, state = json.loads((folder / "config.json").read_text()), _read_weights(folder)
     return dflash_fields(raw), dflash_state(raw, state)
 
@@ -164,7 +164,8 @@ def _rope(raw: dict, layout: str) -> dict:
     return rope
 
 
-def _local_folder(path: str | os.PathLike) -> Path:
+def local_folder(path: str | os.PathLike) -> Path:
+    """A checkpoint's folder, fetched where it is on the Hub."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -173,7 +174,7 @@ def _local_folder(path: str | os.PathLike) -> Path:
         why = str(error).strip().splitlines()[0]
         raise ValueError(
             f"{path} is neither a folder nor a repository that the Hub has ({type(error).__name__}: {why}). Give the "
-            "folder of a DFlash checkpoint, or its Hub id."
+            "folder of a checkpoint, or its Hub id."
         ) from error
 
 

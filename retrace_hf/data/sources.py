@@ -63,7 +63,7 @@ def load_conversations(
     """
     name = Path(source).name.split(".")[0] if os.path.exists(source) else str(source)
     conversations, unusable, seen = [], [], set()
-    for number, (where, row) in enumerate(_rows(str(source), split, config)):
+    for number, (where, row) in enumerate(read_rows(str(source), split, config)):
         if limit is not None and number >= limit:
             break
         column = _find_column(row, column, where)
@@ -149,7 +149,9 @@ def _find_column(row: dict, column: str | None, where: str) -> str:
     return found
 
 
-def _rows(source: str, split: str, config: str | None) -> Iterator[tuple[str, dict]]:
+def read_rows(source: str, split: str, config: str | None) -> Iterator[tuple[str, dict]]:
+    """Where it stands and what it holds, of every row of a file, a folder or a Hub dataset, as in
+    [`load_conversations`]."""
     if source.endswith(_LINES):
         for line, row in read_jsonl(source):
             yield f"{source}, line {line}", row

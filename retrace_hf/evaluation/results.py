@@ -2,16 +2,20 @@
 
 import hashlib
 import json
+import math
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from .. import __version__
 from ..files import write_text
@@ -22,6 +26,16 @@ from ..redaction import redacted
 def rows_by_kind(kinds: Sequence[str]) -> dict[str, list[int]]:
     """Which prompts are of each kind, and `"all"` of them."""
     return {kind: [i for i, k in enumerate(kinds) if kind in (k, "all")] for kind in [*sorted(set(kinds)), "all"]}
+
+
+def limit_each_kind(rows: Sequence[dict], limit: int | None) -> list[dict]:
+    """The first `limit` rows of each `"kind"`, in their order; all of them for `None`."""
+    taken, chosen = Counter(), []
+    for row in rows:
+        taken[row["kind"]] += 1
+        if limit is None or taken[row["kind"]] <= limit:
+            chosen.append(row)
+    return chosen
 
 
 def summarize(
@@ -65,7 +79,49 @@ def bootstrap_interval(stats: Sequence[AcceptanceStats], draws: int = 2000, seed
     """95 % interval of pooled tau over resampled prompts, `[low, high]`."""
     tokens, rounds = _tokens_and_rounds(stats)
     picks = _resamples(len(stats), draws, seed)
-    return np.percentile(tokens[picks].sum(1) / rounds[picks].sum(1), [2.5, 97.5]).tolist()
+    return _middle_95(_over(tokens[picks].sum(1), rounds[picks].sum(1)))
+
+
+def _over(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """`one / other`, NaN where both are 0: prompts that ended with the token of their prefill have no round."""
+    with np.errstate(invalid="ignore"):
+        return one / other
+
+
+def _middle_95(draws: np.ndarray) -> list[float]:
+    """95 % interval of resampled figures, `[low, high]`, of those that are numbers; NaN where none is."""
+    draws = draws[~np.isnan(draws)]
+    return np.percentile(draws, [2.5, 97.5]).tolist() if len(draws) else [float("nan")] * 2
+
+
+def bootstrap_speedup(
+    seconds: Sequence[float],
+    tokens: Sequence[int],
+    plain_seconds: Sequence[float],
+    plain_tokens: Sequence[int],
+    draws: int = 2000,
+    seed: int = 0,
+) -> dict[str, float | list[float]]:
+    """How many times as fast as plain `generate()`, for each token, with 95 % intervals over resampled prompts. Texts
+    that are equal have as many tokens, so that this is the ratio of the seconds.
+
+    Args:
+        seconds, tokens, plain_seconds, plain_tokens (`Sequence`): One a prompt, of a method and of plain.
+
+    Returns:
+        `dict`: `speedup_median` and `speedup_median_interval`, of the prompts' own ratios; `speedup_total` and
+        `speedup_total_interval`, tokens a second over all prompts.
+    """
+    spent, new, plain_spent, plain_new = map(np.array, (seconds, tokens, plain_seconds, plain_tokens))
+    own = (plain_spent / plain_new) / (spent / new)
+    picks = _resamples(len(own), draws, seed)
+    totals = (plain_spent[picks].sum(1) / plain_new[picks].sum(1)) / (spent[picks].sum(1) / new[picks].sum(1))
+    return {
+        "speedup_median": statistics.median(own.tolist()),
+        "speedup_median_interval": _middle_95(np.median(own[picks], axis=1)),
+        "speedup_total": float((plain_spent.sum() / plain_new.sum()) / (spent.sum() / new.sum())),
+        "speedup_total_interval": _middle_95(totals),
+    }
 
 
 def bootstrap_ratio(
@@ -79,9 +135,40 @@ def bootstrap_ratio(
     tokens, rounds = _tokens_and_rounds(stats)
     base_tokens, base_rounds = _tokens_and_rounds(baseline)
     picks = _resamples(len(stats), draws, seed)
-    ratios = (tokens[picks].sum(1) / rounds[picks].sum(1)) / (base_tokens[picks].sum(1) / base_rounds[picks].sum(1))
-    ratio = (tokens.sum() / rounds.sum()) / (base_tokens.sum() / base_rounds.sum())
-    return {"ratio": float(ratio), "interval": np.percentile(ratios, [2.5, 97.5]).tolist()}
+    base = _over(base_tokens[picks].sum(1), base_rounds[picks].sum(1))
+    ratios = _over(tokens[picks].sum(1), rounds[picks].sum(1)) / base
+    ratio = _over(tokens.sum(), rounds.sum()) / _over(base_tokens.sum(), base_rounds.sum())
+    return {"ratio": float(ratio), "interval": _middle_95(ratios)}
+
+
+def ratios_over(baseline: str, stats: Mapping[str, Sequence[AcceptanceStats]], kinds: Sequence[str]) -> dict:
+    """Every other variant's tau over the baseline's, by kind, paired by prompt: results.json's
+    `acceptance_length_over_{baseline}`."""
+    return {
+        name: {
+            kind: bootstrap_ratio([stats[name][i] for i in chosen], [stats[baseline][i] for i in chosen])
+            for kind, chosen in rows_by_kind(kinds).items()
+        }
+        for name in sorted(set(stats) - {baseline})
+    }
+
+
+def describe_drafter(folder: str | os.PathLike) -> dict:
+    """Hash of a drafter's weights, one of its config, and how it was trained where the run left a note: an entry of
+    the provenance's `arms`."""
+    folder = Path(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        weights = file_hash(files[0])
+    else:
+        hashes = "".join(file_hash(file) for file in files)
+        weights = "sha256:" + hashlib.sha256(hashes.encode()).hexdigest()
+    note = folder / "training.json"
+    return {
+        "weights": weights,
+        "config": file_hash(folder / "config.json"),
+        "training": json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None,
+    }
 
 
 def provenance(data_files: Sequence[str | os.PathLike], **extra) -> dict:
@@ -91,10 +178,17 @@ def provenance(data_files: Sequence[str | os.PathLike], **extra) -> dict:
         "revision": _git_revision(),
         "versions": {"retrace_hf": __version__, **{name: version(name) for name in ("torch", "transformers")}},
         "python": platform.python_version(),
-        "hardware": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+        "hardware": hardware(),
         "data": {os.path.basename(file): file_hash(file) for file in data_files},
         **extra,
     }
+
+
+def hardware(device: torch.device | None = None) -> str:
+    """The machine, as far as its seconds depend on it: its CPUs, or the GPU where `device` is one."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{os.cpu_count()} x {platform.processor() or platform.machine()}"
 
 
 def command_line() -> str:
@@ -122,8 +216,10 @@ def write_results(path: str | os.PathLike, results: Mapping) -> None:
 
 
 def rounded(value):
-    """Floats of nested results to six digits."""
+    """Floats of nested results to six digits; what is no number (a mean over no round) is `None`, as JSON has it."""
     if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
         return float(f"{value:.6g}")  # digits, not decimals: gaps between logits are small
     if isinstance(value, Mapping):
         return {k: rounded(v) for k, v in value.items()}
