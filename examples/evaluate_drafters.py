@@ -16,6 +16,7 @@ that made it: the same command goes on where it was stopped, and changed weights
 """
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 
@@ -222,8 +223,7 @@ def summarize_generated(generated: dict[str, list[dict]], rows: list[dict]) -> d
         summary = summarize([stats_of(r) for r in results], kinds, seconds)
         for kind, chosen in rows_by_kind(kinds).items():
             entry = summary[kind]
-            ratios = sorted(plain_seconds[i] / seconds[i] for i in chosen)
-            entry["speedup_median"] = ratios[len(ratios) // 2]
+            entry["speedup_median"] = statistics.median(plain_seconds[i] / seconds[i] for i in chosen)
             entry["speedup_total"] = sum(plain_seconds[i] for i in chosen) / sum(seconds[i] for i in chosen)
             if variant != "plain":
                 differences = [
