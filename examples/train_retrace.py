@@ -141,11 +141,14 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
         if given:
             raise ValueError(f"{', '.join(given)} go with a new drafter; --init_from brings its own.")
         changes = {} if script.block_size is None else {"block_size": script.block_size}
-        dflash = RetraceDrafter.from_dflash(script.init_from, target=target, conditioning="none")
+        start, rows = script.init_from, None
+        if script.context_fusion == "layerwise":  # it starts from a fit to what this one taps
+            start = RetraceDrafter.from_dflash(start, target=target, conditioning="none")
+            rows = tapped_rows(start, target, dataset) if start.config.context_fusion == "shared" else None
         return RetraceDrafter.from_dflash(
-            dflash,
+            start,
             target=target,
-            context_rows=rows_to_start_from(script, dflash, target, dataset),
+            context_rows=rows,
             conditioning=script.conditioning,
             **context,
             **changes,
@@ -165,12 +168,8 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
     )
 
 
-def rows_to_start_from(
-    script: ScriptArguments, dflash, target, dataset, num_tokens: int = 4096
-) -> torch.Tensor | None:
-    """Tapped states of the first texts, where a DFlash is to become layerwise; it starts from a fit to them."""
-    if script.context_fusion != "layerwise" or dflash.config.context_fusion != "shared":
-        return None
+def tapped_rows(dflash: RetraceDrafter, target, dataset, num_tokens: int = 4096) -> torch.Tensor:
+    """What a DFlash taps of the target on the first texts."""
     rows, count = [], 0
     for row in dataset:
         if count >= num_tokens:

@@ -83,6 +83,11 @@ class ReferenceDFlash:
         ids = torch.cat([prompt[0], target(input_ids=prompt).logits[0, -1:].argmax(-1)])
         end, drafts = prompt.shape[1] + max_new_tokens, []
         while len(ids) < end:
+            if len(ids) == end - 1:  # nothing to draft for
+                return [
+                    *ids[prompt.shape[1] :].tolist(),
+                    int(target(input_ids=ids[None]).logits[0, -1].argmax()),
+                ], drafts
             _, drafted = self.draft(target, ids)
             drafts.append(drafted.tolist())
             verified = target(input_ids=torch.cat([ids, drafted])[None]).logits[0, len(ids) - 1 :].argmax(-1)
