@@ -187,7 +187,9 @@ def _without_draft_vocabulary(allowed: bool) -> str:
 def _without_borrowed(weights: dict[str, torch.Tensor], target: str | None) -> list[str]:
     """The embeddings and LM head of a speculators checkpoint go, if they are the target's own."""
     copies = {name: weights[name] for name in BORROWED_KEYS[:2] if name in weights}
-    if target is None or not copies:
+    if not copies:
+        return []
+    if target is None:
         return [f"Left out: {', '.join(copies)}, unchecked; with --target they are compared with the target's."]
     embeddings, head = _target_weights(target, next(iter(copies.values())).dtype)[1:]
     if "d2t" in weights:
@@ -269,10 +271,10 @@ def _write(folder: Path, config: RetraceConfig, state: dict[str, torch.Tensor], 
     else:
         model, embeddings, head = _target_weights(target, state["fc.weight"].dtype)
         _check_target(model, config, target)
-        state = {**state, "embed_tokens.weight": embeddings, "lm_head.weight": head}
+        # A clone: where the two are tied they share memory, and such weights are not written.
+        state = {**state, "embed_tokens.weight": embeddings, "lm_head.weight": head.clone()}
         _write_json(folder, _speculators_config(config, target, model.config.architectures or [type(model).__name__]))
-    # Clones: weights that share memory, as tied ones do, are not written.
-    state = {name: weight.detach().clone().contiguous() for name, weight in state.items()}
+    state = {name: weight.contiguous() for name, weight in state.items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -352,7 +354,7 @@ def _target_weights(target: str, dtype: torch.dtype) -> tuple[nn.Module, torch.T
             f"{' with a bias' if getattr(head, 'bias', None) is not None else ''}: more than the one matrix each that "
             "the speculators format holds. Convert to z-lab, which borrows them from the target."
         )
-    return model, embeddings.weight, head.weight
+    return model, embeddings.weight.detach(), head.weight.detach()
 
 
 def _check_target(model, config: RetraceConfig, target: str) -> None:

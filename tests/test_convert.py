@@ -5,6 +5,7 @@ import os
 import shlex
 from copy import deepcopy
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ LAYER_KEYS = [
 ZLAB_KEYS = {"fc.weight", "hidden_norm.weight", "norm.weight"} | {
     f"layers.{i}.{name}.weight" for i in range(2) for name in LAYER_KEYS
 }
+BORROWED = ("embed_tokens.weight", "lm_head.weight")
 LAYER_FIELDS = {
     *("model_type", "num_target_layers", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling", "layer_types"),
@@ -179,7 +181,7 @@ def test_exports_hold_the_published_keys(targets, tmp_path):
         **{"algorithm": "dflash", "default_proposal_method": "greedy"},
         **{"proposal_methods": [proposals], "verifier": verifier},
     }
-    assert set(state) == ZLAB_KEYS | {"embed_tokens.weight", "lm_head.weight"}
+    assert set(state) == ZLAB_KEYS | set(BORROWED)
     target = tiny_target("qwen3")
     assert torch.equal(state["embed_tokens.weight"], target.get_input_embeddings().weight)
     assert torch.equal(state["lm_head.weight"], target.get_output_embeddings().weight)
@@ -433,12 +435,14 @@ def test_embeddings_and_head_of_speculators_are_the_targets_or_refused(targets, 
     source, target = tmp_path / "spec", str(targets["qwen3"])
     convert(saved(tmp_path / "source", drafter_of()), source, "speculators", target=target)
     (lost,) = convert(source, tmp_path / "zlab", "z-lab")
-    assert "embed_tokens.weight, lm_head.weight, unchecked" in lost
+    assert lost.startswith("Left out: embed_tokens.weight, lm_head.weight, unchecked")
     assert convert(source, tmp_path / "checked", "z-lab", target=target) == []
     tiny_target("qwen3", seed=7).save_pretrained(tmp_path / "other")
     letters_tokenizer().save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="embed_tokens.weight is not that of"):
         convert(source, tmp_path / "output", "z-lab", target=str(tmp_path / "other"))
+    bare = change(copytree(source, tmp_path / "bare"), dict.fromkeys(BORROWED))
+    assert convert(bare, tmp_path / "of-bare", "z-lab") == []
     change(source, {"lm_head.weight": read(source)[1]["lm_head.weight"] + 1})
     with pytest.raises(ValueError, match="lm_head.weight is not that of"):
         convert(source, tmp_path / "output", "z-lab", target=target)
