@@ -247,6 +247,11 @@ def _without_what_is_not_held(config: RetraceConfig, to: str, drop_rope_scaling:
             )
         left_out.append(f"Left out: RoPE's scaling, {rope}. What is written drafts otherwise than the source.")
         config.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    if to == "native" and isinstance(config.eos_token_id, list):
+        left_out.append(
+            f"Left out: eos_token_id={config.eos_token_id}, of which native holds one; the target's count."
+        )
+        config.eos_token_id = None
     if config.proposal != "argmax":
         left_out.append(
             f"Left out: proposal={config.proposal!r}; what is proposed under sampling is the server's rule."

@@ -104,7 +104,7 @@ def assert_same_bits(state: dict[str, torch.Tensor], other: dict[str, torch.Tens
     "family, stored", [("qwen3", "float32"), ("qwen3", "bfloat16"), ("llama", "float16"), ("llama", "mixed")]
 )
 def test_there_and_back_is_bit_equal(targets, tmp_path, family, stored):
-    first = saved(tmp_path / "first", drafter_of(family, pad_token_id=7, bos_token_id=8, eos_token_id=[9, 10]))
+    first = saved(tmp_path / "first", drafter_of(family, pad_token_id=7, bos_token_id=8, eos_token_id=9))
     dtypes = {"mixed": (torch.float32, torch.bfloat16)}.get(stored) or (getattr(torch, stored),) * 2
     state = {name: weight.to(dtypes[weight.ndim > 1]) for name, weight in read(first)[1].items()}
     change(first, state, dtype="float32" if stored == "float16" else str(dtypes[1])[6:])
@@ -336,6 +336,19 @@ def test_rope_scaling_goes_only_when_told_so(targets, tmp_path):
             convert(half, tmp_path / f"half-{to}", to, target=str(targets["qwen3"]), drop_rope_scaling=True)
 
 
+def test_several_end_tokens(targets, tmp_path):
+    """As targets have them; what is drafted does not depend on the drafter's."""
+    source = saved(tmp_path / "source", drafter_of(eos_token_id=[9, 10]))
+    for to in ("z-lab", "speculators"):
+        assert convert(source, tmp_path / to, to, target=str(targets["qwen3"])) == []
+        convert(tmp_path / to, tmp_path / f"{to}-back", "retrace")
+        assert read(tmp_path / f"{to}-back")[0] == read(source)[0]
+    (lost,) = convert(source, tmp_path / "native", "native")
+    assert "eos_token_id=[9, 10]" in lost and MuseGlimmerAssistantModel.from_pretrained(tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "back", "retrace")
+    assert read(tmp_path / "back")[0] == {**read(source)[0], "eos_token_id": None}
+
+
 def test_casting(targets, tmp_path):
     drafter = drafter_of()
     source = saved(tmp_path / "source", drafter)
@@ -411,7 +424,7 @@ def test_what_a_layout_does_not_say_is_what_its_class_fills_in(tmp_path):
 
 
 @pytest.mark.parametrize("to", FOREIGN)
-def test_the_target_says_what_the_source_does_not(targets, tmp_path, to):
+def test_the_target_says_what_the_trimmeddoes_not(targets, tmp_path, to):
     """As in checkpoints that others wrote; from_dflash and convert alike."""
     first = saved(tmp_path / "first", drafter_of("llama"))
     source, folder = tmp_path / "source", str(targets["llama"])
@@ -457,9 +470,11 @@ def test_a_trimmed_vocabulary_goes_only_when_told_so(targets, tmp_path):
     head = read(source)[1]["lm_head.weight"][kept]
     tables = {"t2d": mask, "d2t": kept - torch.arange(50), "lm_head.weight": head}
     change(source, tables, draft_vocab_size=50)
-    for kwargs in ({}, {"target": target}):
+    tables_alone = change(copytree(source, tmp_path / "tables"), draft_vocab_size=None)
+    size_alone = change(copytree(source, tmp_path / "size"), {"t2d": None, "d2t": None})
+    for trimmed, kwargs in ((source, {}), (source, {"target": target}), (tables_alone, {}), (size_alone, {})):
         with pytest.raises(ValueError, match="t2d, d2t.*--drop-draft-vocabulary"):
-            convert(source, tmp_path / "ours", "retrace", **kwargs)
+            convert(trimmed, tmp_path / "ours", "retrace", **kwargs)
     with pytest.raises(ValueError, match="part of the target's vocabulary"):
         RetraceDrafter.from_dflash(source)
     (lost,) = convert(source, tmp_path / "ours", "retrace", target=target, drop_draft_vocabulary=True)
@@ -506,7 +521,7 @@ def test_sharded_weights(tmp_path):
         convert(source, tmp_path / "other", "z-lab")
 
 
-def test_a_source_on_the_hub(tmp_path, monkeypatch):
+def test_a_trimmedon_the_hub(tmp_path, monkeypatch):
     source, asked = saved(tmp_path / "source", drafter_of()), []
     letters_tokenizer().save_pretrained(source)
 
