@@ -37,7 +37,6 @@ from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 
 from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
 from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, CONTEXT_KV_ROPES
-from retrace_hf.conversion import load_dflash
 from retrace_hf.data.features import TargetFeatures, features_key
 from retrace_hf.data.prompts import read_eval_prompts
 from retrace_hf.data.tokenize import tokenize_responses
@@ -142,10 +141,14 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
         if given:
             raise ValueError(f"{', '.join(given)} go with a new drafter; --init_from brings its own.")
         changes = {} if script.block_size is None else {"block_size": script.block_size}
+        start, rows = script.init_from, None
+        if script.context_fusion == "layerwise":  # it starts from a fit to what this one taps
+            start = RetraceDrafter.from_dflash(start, target=target, conditioning="none")
+            rows = tapped_rows(start, target, dataset) if start.config.context_fusion == "shared" else None
         return RetraceDrafter.from_dflash(
-            script.init_from,
+            start,
             target=target,
-            context_rows=rows_to_start_from(script, target, dataset),
+            context_rows=rows,
             conditioning=script.conditioning,
             **context,
             **changes,
@@ -165,19 +168,14 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
     )
 
 
-def rows_to_start_from(script: ScriptArguments, target, dataset, num_tokens: int = 4096) -> torch.Tensor | None:
-    """Tapped states of the first texts, where a DFlash is to become layerwise; it starts from a fit to them."""
-    if script.context_fusion != "layerwise":
-        return None
-    fields, _ = load_dflash(script.init_from)
-    if fields.get("context_fusion", "shared") != "shared":
-        return None
+def tapped_rows(dflash: RetraceDrafter, target, dataset, num_tokens: int = 4096) -> torch.Tensor:
+    """What a DFlash taps of the target on the first texts."""
     rows, count = [], 0
     for row in dataset:
         if count >= num_tokens:
             break
         ids = torch.tensor([row["input_ids"]], device=target.device)
-        rows.append(read_clean_text(target, ids, fields["target_layer_ids"]).features[0])
+        rows.append(read_clean_text(target, ids, dflash.config.target_layer_ids).features[0])
         count += ids.shape[1]
     return torch.cat(rows)
 

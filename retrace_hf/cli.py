@@ -176,6 +176,32 @@ def card(
         raise typer.Exit(1)
 
 
+@app.command()
+def convert(
+    source: str = typer.Argument(help="Folder or Hub id of a drafter; its format is recognised."),
+    output: str = typer.Argument(help="Folder to write."),
+    to: str = typer.Option(..., help="retrace, z-lab (SGLang, vLLM), native (transformers) or speculators (vLLM)."),
+    target: str | None = typer.Option(None, help="Hub id or folder of the target; speculators needs it."),
+    revision: str | None = typer.Option(None, help="Of the source on the Hub."),
+    dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; the source's if left out."),
+    drop_conditioning: bool = typer.Option(
+        False, "--drop-conditioning", help="Write a ReTrace's DFlash backbone alone; its tau is then the backbone's."
+    ),
+    drop_rope_scaling: bool = typer.Option(False, "--drop-rope-scaling", help="Write rope_theta without its scaling."),
+    drop_draft_vocabulary: bool = typer.Option(
+        False, "--drop-draft-vocabulary", help="Let a drafter of a part of the vocabulary draft among all of it."
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a checkpoint that is in OUTPUT."),
+):
+    """Write a drafter in the format of another project, or one of another project in ours, bit for bit."""
+    options = dict(locals())
+    from .export import convert as run
+
+    for sentence in run(**options):
+        print(sentence)
+    print(f"{output} is written ({to}).")
+
+
 def main():
     """Entry point."""
     run_command(app, "retrace-hf")

@@ -1,6 +1,7 @@
-"""Files that are whole whenever they are there."""
+"""Files and folders that are whole whenever they are there."""
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,4 +40,35 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-__all__ = ["write_text", "written_whole"]
+@contextmanager
+def folder_written_whole(path: str | os.PathLike) -> Iterator[Path]:
+    """
+    A folder to fill in place of `path`, as [`written_whole`] does for a file.
+
+    Args:
+        path (`str` or `os.PathLike`): The folder, replaced as a whole if it is there; its parent is made.
+
+    Yields:
+        `Path`: an empty folder beside it, hidden.
+    """
+    path = Path(path).resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = f".{uuid.uuid4().hex[:8]}"
+    temporary, before = path.with_name(f"{name}.tmp.{path.name}"), path.with_name(f"{name}.old.{path.name}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        if path.exists():
+            os.replace(path, before)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if before.exists():
+                os.replace(before, path)
+            raise
+    finally:
+        for folder in (temporary, before):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+__all__ = ["folder_written_whole", "write_text", "written_whole"]

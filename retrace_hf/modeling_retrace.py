@@ -37,11 +37,8 @@ from .context import (
 )
 from .generation import install_generate_hook
 from .hub import AUTO_MAP, complete_folder, plain_hub_errors, read_card, write_code
-from .positions import GROWING_ROPES, ItemSlotEmbedding, StepEmbedding, fit_steps
+from .positions import GROWING_ROPES, ItemSlotEmbedding, StepEmbedding
 from .trajectory import RejectedTrajectory, TrajectoryFusion, overwrite_embeds
-
-
-STEP_ROWS = "step_embedding.table.weight"
 
 
 class RetraceRMSNorm(Qwen3RMSNorm):
@@ -565,11 +562,12 @@ class RetraceDrafter(RetracePreTrainedModel):
 
         Args:
             path_or_model (`str`, `os.PathLike` or `PreTrainedModel`):
-                A Hub id or folder in the z-lab layout, the transformers-native layout, or our own with
+                A Hub id or folder in the layout of z-lab, of transformers itself, of speculators, or our own with
                 `conditioning="none"` (any `context_fusion`, which is kept); or such a model.
             target (`PreTrainedModel`, *optional*):
                 The target, for `"kv"` and `"hybrid"`: the shape of its keys and values is read from it. Else pass
-                `target_kv_layer_ids`, `target_num_key_value_heads` and `target_head_dim`.
+                `target_kv_layer_ids`, `target_num_key_value_heads` and `target_head_dim`. Also gives
+                `num_target_layers` and `vocab_size` where the checkpoint does not say them.
             context_rows (`torch.Tensor` of shape `[n, F * D]`, *optional*):
                 Tapped states of some text, for the start of `"layerwise"`.
             config: Fields of [`RetraceConfig`] to set, e.g. `conditioning` (default `"corrected"`).
@@ -578,10 +576,18 @@ class RetraceDrafter(RetracePreTrainedModel):
             ValueError: another layout, keys that do not match the backbone, or a context that the checkpoint's cannot
                 become.
         """
-        from .conversion import changed_fusion, check_same_context, load_dflash
+        from .conversion import (
+            changed_fusion,
+            check_same_context,
+            complete_from_target,
+            load_backbone,
+            load_dflash,
+        )
         from .initialization import check_kv_reading, start_from_shared
 
         fields, state = load_dflash(path_or_model)
+        if target is not None:
+            fields = complete_from_target(fields, target.config)
         source = fields.get("context_fusion", "shared")
         wanted = config.get("context_fusion", source)
         check_same_context(fields, config, source, wanted)
@@ -590,35 +596,19 @@ class RetraceDrafter(RetracePreTrainedModel):
                 f"context_rows is for context_fusion='layerwise' made of another; here {source!r} becomes "
                 f"{wanted!r}, leave it out."
             )
-        if wanted != source:
-            changed = changed_fusion({**fields, "conditioning": "corrected", **config}, source, target)
-            kept = {k: v for k, v in config.items() if k not in CONTEXT_FIELDS}
-            known = cls.from_dflash(path_or_model, **{**kept, "conditioning": "none"})
-            drafter = cls(RetraceConfig(**changed))
-            if target is not None:
-                check_kv_reading(drafter, target)
-            start_from_shared(drafter, known, context_rows)
-            return drafter.to(known.dtype).eval()
-        drafter = cls(RetraceConfig(**{**fields, "conditioning": "corrected", **config}))
-        # Modules that the checkpoint knows nothing of stay as they were initialised: they change no draft.
-        known = {key.split(".")[0] for key in state}
-        added = {"trajectory", "item_slot_embedding", "step_embedding"} - known
-        backbone = {k for k in drafter.state_dict() if k.split(".")[0] not in added}
-        if drafter.step_embedding is not None and STEP_ROWS in state:
-            state[STEP_ROWS] = fit_steps(state[STEP_ROWS], drafter.config.block_size)
-        if backbone != set(state):
-            raise ValueError(
-                f"The checkpoint is not the DFlash that its config describes. Missing: {sorted(backbone - set(state))}"
-                f"; unknown: {sorted(set(state) - backbone)}."
-            )
-        shapes = {k: (tuple(state[k].shape), tuple(v.shape)) for k, v in drafter.state_dict().items() if k in state}
-        bad = [f"{k} is {found}, not {wanted}" for k, (found, wanted) in shapes.items() if found != wanted]
-        if bad:
-            raise ValueError(
-                f"The checkpoint's weights do not have the shapes that its config gives: {'; '.join(bad)}."
-            )
-        drafter.load_state_dict(state, strict=False)
-        return drafter.to(next(iter(state.values())).dtype).eval()
+        if wanted == source:
+            drafter = cls(RetraceConfig(**{**fields, "conditioning": "corrected", **config}))
+            load_backbone(drafter, state)
+            return drafter
+        changed = changed_fusion({**fields, "conditioning": "corrected", **config}, source, target)
+        kept = {k: v for k, v in config.items() if k not in CONTEXT_FIELDS}
+        dflash = cls(RetraceConfig(**{**fields, **kept, "conditioning": "none"}))
+        load_backbone(dflash, state)
+        drafter = cls(RetraceConfig(**changed))
+        if target is not None:
+            check_kv_reading(drafter, target)
+        start_from_shared(drafter, dflash, context_rows)
+        return drafter.to(dflash.dtype).eval()
 
     # -- generate() --------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ def test_our_own_dflash_opens_with_any_conditioning(dflash, tmp_path, conditioni
     "change, fault",
     [
         ({"architectures": ["Qwen3DSparkModel"]}, "DeepSpec"),
-        ({"speculators_model_type": "dflash"}, "speculators"),
+        ({"speculators_model_type": "eagle3"}, "speculators"),
         ({"architectures": ["LlamaForCausalLM"], "dflash_config": None, "model_type": "llama"}, "No DFlash layout"),
         ({"rope_theta": None}, "rope_theta"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
