@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.axes
 import pytest
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from retrace_hf import RetraceDrafter, RetraceTrainer
 from retrace_hf.targets import load_target
+from retrace_hf.trajectory import RejectedTrajectory
 
 from .fixtures import killed_at_random, plain, prompt_of, tiny_target
 from .test_drafters import NEW_TOKENS, watched_proposals
@@ -251,6 +253,49 @@ def test_measuring_and_shipping(folder, run, tmp_path, monkeypatch):
     card = (tmp_path / "card" / "README.md").read_text()
     assert f"{results['variants']['corrected']['all']['acceptance_length']:.3f}" in card
     assert (tmp_path / "card" / "training.json").is_file() and not list((tmp_path / "card").glob("*.tmp.*"))
+
+
+def test_what_rejected_states_know_is_counted_at_the_slot_that_decides():
+    """Two blocks of a made-up text. Where the drafter is wrong first, u is right; and one slot on, nothing counts."""
+    module = runpy.run_path(str(EXAMPLES / "measure_signal.py"))
+    target = tiny_target("qwen3")
+    head = torch.nn.functional.normalize(target.lm_head.weight.detach(), dim=-1) * 30  # a row's logit is the largest
+
+    class Drafter:
+        def register_forward_hook(self, hook, with_kwargs):
+            self.hook = hook
+
+        def saw(self, anchor, drafted, u, m, valid):
+            states = [head[torch.tensor(tokens)][None] for tokens in ([9, *drafted], [9, *u], [9, *m])]
+            signal = RejectedTrajectory(states[2], states[1], torch.tensor([[False, *valid]]))
+            places = torch.arange(anchor, anchor + 4)[None]
+            self.hook(
+                self, (), {"trajectory": signal, "position_ids": places}, SimpleNamespace(last_hidden_state=states[0])
+            )
+
+    drafter = Drafter()
+    watched = module["Watched"](target, drafter)
+    watched.text = torch.tensor([10, 11, 12, 13, 14, 15, 16])
+    drafter.saw(0, drafted=[11, 50, 13], u=[50, 12, 50], m=[50, 51, 52], valid=[True, True, True])
+    drafter.saw(3, drafted=[14, 15, 16], u=[14, 50, 16], m=[14, 15, 50], valid=[True, True, False])
+    slots = {name: torch.cat([block[name] for block in watched.slots]) for name in watched.slots[0]}
+    assert slots["slot"].tolist() == [1, 2, 1, 2]
+    assert slots["drafter"].tolist() == [True, False, True, True]
+    assert slots["u"].tolist() == [False, True, True, False]
+    assert slots["m"].tolist() == [False, False, True, True]
+    every = module["shares"](slots, torch.ones_like(slots["u"]))
+    assert (every["slots"], every["drafter"], every["u"], every["either"]) == (4, 0.75, 0.5, 1.0)
+    assert every["u_where_the_drafter_is_wrong"] == 1.0 and every["mixed"] >= every["drafter"]
+
+
+def test_measuring_the_signal_of_a_drafter(folder, run, tmp_path):
+    folder, _ = folder
+    options = ["--target", folder / "target", "--limit", 2, "--max_new_tokens", 20, "--output", tmp_path]
+    run("measure_signal.py", "--drafter", folder / "stage1", *options)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["prompts"] == 6 and results["acceptance_length"] >= 1
+    assert results["slots"]["all"]["slots"] > 0 and "| all |" in (tmp_path / "results.md").read_text()
+    run.fails("measure_signal.py", "--drafter", folder / "corrected", *options, message="is a ReTrace checkpoint")
 
 
 # -- LoRA, and curves ------------------------------------------------------------------------------------------------
