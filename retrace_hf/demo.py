@@ -5,7 +5,6 @@ The demo: one target, one drafter, three prompts, three ways to the same text.
 therefore called "signal off"; (c) ReTrace.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,10 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers.generation.streamers import BaseStreamer
 
 from .measure import Run, answer, pool
 from .modeling_retrace import RetraceDrafter
+from .streamers import OriginStreamer
 from .targets import load_target
 
 
@@ -33,55 +32,6 @@ WAYS = {"plain": "(a) plain generate", "dflash": "(b) DFlash, signal off", "retr
 WARM_UP_TOKENS = 8
 # A pipe has no width of its own, and the table should not be folded for it.
 PIPED_WIDTH = 160
-
-
-class OriginStreamer(BaseStreamer):
-    """
-    Streams text piece by piece, each with where it comes from.
-
-    `generate()` puts the prompt first, then the one token of the prefill, then what each round yields: of `n` tokens
-    the first `n - 1` were drafted and accepted, the last is the target's own.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): the target's.
-        write (`Callable[[str, bool], None]`): called with a piece of text and whether all of it was drafted.
-    """
-
-    def __init__(self, tokenizer, write: Callable[[str, bool], None]):
-        self.tokenizer = tokenizer
-        self.write = write
-        self._saw_prompt = False
-        self._ids: list[int] = []
-        self._drafted: list[bool] = []
-        # Two marks in _ids: text up to _read is written; decoding starts at _start, one piece earlier, because some
-        # tokenizers drop the space in front of the first token they decode.
-        self._start = self._read = 0
-
-    def put(self, value: torch.Tensor):
-        """Takes token ids, `[n]` or `[1, n]`."""
-        ids = value.reshape(-1).tolist()
-        if not self._saw_prompt:
-            self._saw_prompt = True
-            return
-        for i, token in enumerate(ids):
-            self._ids.append(token)
-            self._drafted.append(i < len(ids) - 1)
-            self._write_new(final=False)
-
-    def end(self):
-        self._write_new(final=True)
-
-    def _write_new(self, final: bool):
-        before = self._decode(self._ids[self._start : self._read])
-        text = self._decode(self._ids[self._start :])
-        # A character whose bytes are spread over tokens decodes to a replacement character until its last token.
-        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
-            return
-        self.write(text[len(before) :], all(self._drafted[self._read :]))
-        self._start, self._read = self._read, len(self._ids)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 class OriginPrinter:

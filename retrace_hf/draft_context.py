@@ -19,18 +19,22 @@ _NAME = "_retrace_draft_context"
 @dataclass
 class DraftContext:
     """drafter: Whose context it is. cache: Its K/V, `rows` of context and a block behind them. tokens
-    (`torch.LongTensor` of shape `[1, n]`): The text that the rows stand for."""
+    (`torch.LongTensor` of shape `[1, n]`): The text that the rows stand for. padding (`torch.LongTensor`): The
+    places in it that the call's attention mask left out."""
 
     drafter: weakref.ref
     cache: DFlashCache
     rows: int
     tokens: torch.LongTensor
+    padding: torch.LongTensor
 
 
-def keep_context(target_cache: Cache, drafter, cache: DFlashCache, tokens: torch.LongTensor) -> None:
+def keep_context(
+    target_cache: Cache, drafter, cache: DFlashCache, tokens: torch.LongTensor, padding: torch.LongTensor
+) -> None:
     """Leaves the drafter's context, its last block still behind it, on the target's cache."""
     rows = cache.get_seq_length() - drafter.config.block_size
-    setattr(target_cache, _NAME, DraftContext(weakref.ref(drafter), cache, rows, tokens))
+    setattr(target_cache, _NAME, DraftContext(weakref.ref(drafter), cache, rows, tokens, padding))
 
 
 def drop_context(target_cache: Cache) -> None:
@@ -38,9 +42,11 @@ def drop_context(target_cache: Cache) -> None:
     vars(target_cache).pop(_NAME, None)
 
 
-def take_context(target_cache: Cache, drafter, cached_ids: torch.LongTensor) -> DraftContext | None:
+def take_context(
+    target_cache: Cache, drafter, cached_ids: torch.LongTensor, padding: torch.LongTensor
+) -> DraftContext | None:
     """The context that an earlier call with this drafter left, its block dropped, if the cached tokens `[1, n]` are
-    its text or go on from it.
+    its text or go on from it, and have padding in the same places: else they would stand at other positions.
 
     It leaves the target's cache: a call that fails half-way leaves nothing behind that the next one could mistake.
     """
@@ -56,6 +62,8 @@ def take_context(target_cache: Cache, drafter, cached_ids: torch.LongTensor) -> 
     if (keys.dtype, keys.device) != (drafter.dtype, drafter.device):  # the drafter was moved since
         return None
     if length > cached_ids.shape[1] or not torch.equal(kept.tokens.to(cached_ids.device), cached_ids[:, :length]):
+        return None
+    if not torch.equal(kept.padding, padding.to(kept.padding.device)):
         return None
     kept.cache.crop(-block_size)
     return kept

@@ -380,6 +380,25 @@ def test_padding_on_a_warm_cache(target, prompt):
         assert torch.equal(out[:, 4:], expected), kind
 
 
+@pytest.mark.parametrize("at", ["prompt", "answer"])
+def test_a_mask_that_changes_on_a_warm_cache(target, prompt, at):
+    """A pad token that the text itself holds: generate() takes it for padding in the second turn, and what the cache
+    holds was computed with it."""
+    first = plain(target, prompt, 10)
+    text = torch.cat([first, prompt_of(7, seed=9)], dim=1)
+    mask = torch.ones_like(text)
+    mask[0, 5 if at == "prompt" else prompt.shape[1] + 2] = 0
+    cache = DynamicCache(config=target.config)
+    plain(target, prompt, 10, cache=cache)
+    expected = plain(target, text, 30, cache=cache, attention_mask=mask)
+    for kind, drafter in drafters(target, expected):
+        cache = DynamicCache(config=target.config)
+        plain(target, prompt, 10, cache=cache, assistant_model=drafter)
+        assert torch.equal(
+            plain(target, text, 30, cache=cache, attention_mask=mask, assistant_model=drafter), expected
+        ), kind
+
+
 def test_a_drafter_serves_call_after_call(target, prompt, sequence):
     other = prompt_of(11, seed=8)
     drafter = randomize(tiny_drafter(target))
