@@ -466,7 +466,7 @@ def test_a_small_target_is_trained_and_chats(run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_where_the_targets_states_hold_the_answer_retrace_gains(run, tmp_path):
+def test_retrace_gains_where_states_hold_the_answer(run, tmp_path):
     """Trained, rolled out and generated with. A signal that is lost or misplaced on the way leaves a ratio of 1."""
     short = ["--target_steps", 300, "--stage2_steps", 120, "--texts", 60, "--generated", 4]
     run("positive_control.py", "--output", tmp_path, "--arms", "gated", "corrected", *short)

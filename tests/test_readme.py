@@ -40,7 +40,7 @@ RUN_BY = {
     "python examples/measure_training.py": "test_readme.py::test_a_training_step_is_measured",
     "python examples/measure_signal.py": "test_examples.py::test_measuring_the_signal_of_a_drafter",
     "python examples/plot_learning_curve.py": "test_examples.py::test_a_curve_of_tau_against_tokens",
-    "python examples/positive_control.py": "test_examples.py::test_where_the_targets_states_hold_the_answer_retrace_gains",
+    "python examples/positive_control.py": "test_examples.py::test_retrace_gains_where_states_hold_the_answer",
     "python examples/recommendation.py": "test_recommendation.py::test_every_arm_is_measured_and_no_list_is_changed",
     "python examples/space/app.py": "test_space_browser.py::test_the_shipped_drafter_answers",
     "python examples/train_retrace.py": "test_examples.py::test_training_leaves_a_drafter_and_a_note",
