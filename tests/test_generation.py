@@ -416,9 +416,7 @@ def test_positions_that_change_on_a_warm_cache(target, prompt, at):
     drafter.register_forward_pre_hook(
         lambda drafter, args, kwargs: seen.append(kwargs["cache"].get_seq_length()), with_kwargs=True
     )
-    assert torch.equal(
-        plain(target, text, 30, cache=cache, position_ids=positions, assistant_model=drafter), expected
-    )
+    assert torch.equal(plain(target, text, 30, cache=cache, position_ids=positions, assistant_model=drafter), expected)
     assert bool(seen[0]) == (at == "nowhere")  # whether the context of the first turn was taken over
 
 
