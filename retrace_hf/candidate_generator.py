@@ -39,7 +39,7 @@ from .context import (
     new_draft_cache,
     target_kv_shape,
 )
-from .draft_context import drop_context, keep_context, take_context
+from .draft_context import DraftContext, drop_context, keep_context, take_context
 from .few_rows import apply_linear
 from .noise import block_inputs
 from .positions import block_positions, rope_limits
@@ -169,6 +169,7 @@ class RetraceCandidateGenerator(CandidateGenerator):
 
         self._cache = new_draft_cache(config)
         self._target_cache = None
+        self._kept: DraftContext | None = None  # what the last draft left on it
         self._unseen = 0  # tokens that the target's cache holds before those of input_ids
         self._draft_states: torch.Tensor | None = None  # the last round's, [1, B, D]
         self._prompt_rows: torch.Tensor | None = None  # rows of the prefill that are no padding; None: all
@@ -224,6 +225,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
         A call that fails before the next such moment is rolled back to it (`generation.py`). And how many proposals
         were accepted, for the shapes of what is returned."""
         self.generation_config._retrace_verified = self._unseen + input_ids.shape[1] - 1
+        if self._kept is not None:
+            self._kept.verified = input_ids.shape[1] - 1
         self.generation_config._retrace_accepted.append(int(num_matches))
 
     def _captured(self, model_outputs) -> tuple[torch.Tensor | None, ...]:
@@ -252,17 +255,20 @@ class RetraceCandidateGenerator(CandidateGenerator):
         if mask is not None:
             self._padding = (mask[0] == 0).nonzero()[:, 0]
         padding = self._padding[self._padding < cached]
-        kept = take_context(cache, self.drafter, input_ids[:, :cached], padding) if cached else None
+        positions = model_kwargs.get("position_ids")
+        kept = take_context(cache, self.drafter, input_ids[:, :cached], padding, positions) if cached else None
         if kept is not None:
             self._cache = kept.cache
             # The last tokens of a call were verified after its last draft: the drafter has not read them. Where the
             # target's cache lets go of them they are fed again; where its layers slide, or the user is to see the
-            # prefill's rows, the context has a gap there.
+            # prefill's rows, the context has a gap there. So it has where another call went on from there: how that
+            # one masked and placed its tokens is not known, and plain generate() takes them as they are.
             unread = cached - kept.tokens.shape[1]
             slides = any(layer.is_sliding for layer in self._target_cache.layers)
             # Keys that were rotated by other frequencies would not come back as they were.
             grows = rope_limits(self.target.config.get_text_config(decoder=True))
-            if unread > 0 and not slides and not grows and not self._returns_rows():
+            own = cached <= kept.verified
+            if unread > 0 and own and not slides and not grows and not self._returns_rows():
                 self._target_cache.crop(-unread)
                 cached -= unread
         self.generation_config._retrace_verified = self._unseen + cached
@@ -362,7 +368,9 @@ class RetraceCandidateGenerator(CandidateGenerator):
         ).last_hidden_state
         self._draft_states = block.detach()
         if self._target_cache is not None:
-            keep_context(self._target_cache, self.drafter, self._cache, input_ids[:, :-1], self._padding)
+            self._kept = keep_context(
+                self._target_cache, self.drafter, self._cache, input_ids[:, :-1], self._padding, position_ids
+            )
         return block
 
     def _context(self, hidden_states, model_outputs, num_context: int, verified: int) -> torch.Tensor:

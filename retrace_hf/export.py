@@ -37,7 +37,7 @@ from .conversion import (
     trimmed_vocabulary,
 )
 from .files import folder_written_whole, write_text
-from .hub import AUTO_MAP, write_code
+from .hub import AUTO_MAP, code_files, write_code
 from .modeling_retrace import RetraceDrafter
 from .targets import load_target
 
@@ -82,13 +82,15 @@ def convert(
         drop_rope_scaling (`bool`, defaults to `False`): Write rotary positions without their scaling.
         drop_draft_vocabulary (`bool`, defaults to `False`):
             Let a drafter of a part of the vocabulary draft among all of it.
-        overwrite (`bool`, defaults to `False`): Replace a checkpoint that is in `output`.
+        overwrite (`bool`, defaults to `False`):
+            Replace a checkpoint that is in `output`; a folder that holds something else beside it is refused.
 
     Returns:
         `list[str]`: what was left out, a sentence each.
 
     Raises:
-        ValueError: a source that is not known, weights that do not fit their config, or what `to` cannot hold.
+        ValueError: a source that is not known, weights that do not fit their config, what `to` cannot hold, or an
+            `output` that holds something else.
     """
     for name, value, known in (("to", to, FORMATS), ("dtype", dtype, (None, *DTYPES))):
         if value not in known:
@@ -138,6 +140,14 @@ def _check_output(output: Path, source: Path, overwrite: bool) -> None:
         raise ValueError(f"{output} is there and holds no checkpoint, so it is not written over; name another folder.")
     if not overwrite:
         raise ValueError(f"{output} holds a checkpoint; name another folder, or replace it with --overwrite.")
+    code = {Path(name).parts[0] for name in code_files()}
+    known = {"config.json", "model.safetensors.index.json", *CARRIED, *code}
+    other = [path.name for path in output.iterdir() if path.name not in known and path.suffix != ".safetensors"]
+    if other:
+        raise ValueError(
+            f"{output} holds {', '.join(sorted(other))} beside the checkpoint, and --overwrite would delete that; "
+            "move it away, or name another folder."
+        )
 
 
 def _config_of(raw: dict, target: str | None) -> RetraceConfig:
@@ -281,6 +291,8 @@ def _write(folder: Path, config: RetraceConfig, state: dict[str, torch.Tensor], 
         _write_json(folder, _speculators_config(config, target, model.config.architectures or [type(model).__name__]))
     state = {name: weight.contiguous() for name, weight in state.items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors leaves a file that its owner alone may read, and a server is often somebody else.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 def _write_json(folder: Path, config: dict) -> None:

@@ -60,13 +60,10 @@ def folder_written_whole(path: str | os.PathLike) -> Iterator[Path]:
         yield temporary
         if path.exists():
             os.replace(path, before)
-        try:
-            os.replace(temporary, path)
-        except OSError:
-            if before.exists():
-                os.replace(before, path)
-            raise
+        os.replace(temporary, path)
     finally:
+        if before.exists() and not path.exists():  # an error or an interrupt between the two
+            os.replace(before, path)
         for folder in (temporary, before):
             shutil.rmtree(folder, ignore_errors=True)
 

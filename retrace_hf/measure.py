@@ -111,9 +111,9 @@ def answer(target, inputs: dict, max_new_tokens: int, drafter=None, streamer=Non
 
 
 def _wait_for(device: torch.device):
-    """Until what was asked of a GPU is done; a CPU is never asked for more than it does."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Until what was asked of an accelerator is done; a CPU is never asked for more than it does."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def pool(runs: list[Run]) -> Run:

@@ -26,6 +26,9 @@ class OriginStreamer(BaseStreamer):
     def __init__(self, tokenizer, write: Callable[[str, bool], None]):
         self.tokenizer = tokenizer
         self.write = write
+        self._begin()
+
+    def _begin(self):
         self._saw_prompt = False
         self._ids: list[int] = []
         self._drafted: list[bool] = []
@@ -45,7 +48,9 @@ class OriginStreamer(BaseStreamer):
             self._write_new(final=False)
 
     def end(self):
+        """Writes what is left; the next call may use the streamer again."""
         self._write_new(final=True)
+        self._begin()
 
     def _write_new(self, final: bool):
         before = self._decode(self._ids[self._start : self._read])

@@ -122,7 +122,7 @@ def test_counts_are_those_of_hand(place, tmp_path, monkeypatch):
         tiny_drafter(target).save_pretrained(tmp_path / kind)
     # A scripted drafter knows the answer, with room behind it for the last block.
     whole = plain(target, prompt, NEW_TOKENS + BLOCK_SIZE, eos_token_id=None)
-    monkeypatch.setattr(module, "load_drafter", lambda folder, dtype: drafter_of_kind(folder.name, target, whole))
+    monkeypatch.setattr(module, "load_drafter", lambda folder, its: drafter_of_kind(folder.name, target, whole))
     options = options_of(
         place,
         tmp_path / "out",
@@ -620,6 +620,17 @@ def test_a_dflash_of_others_is_measured_as_it_is(place, tmp_path):
     results = benchmark(options_of(place, tmp_path / "out", drafter=[f"dflash={tmp_path / 'zlab'}"]))
     ours, theirs = (results["variants"][name]["all"]["rounds"] for name in ("dflash", "signal_off"))
     assert ours == theirs
+
+
+def test_a_dflash_may_leave_to_the_target_what_that_says(place, tmp_path):
+    """speculators does not write how many layers the target has. A folder may have an = in its name."""
+    drafter = RetraceDrafter.from_pretrained(place / "other")
+    config = zlab_config(drafter)
+    del config["num_target_layers"]
+    write(tmp_path / "lr=0.1", config, drafter.state_dict())
+    for given, name in ((f"{tmp_path}/lr=0.1", "lr=0.1"), (f"dflash={tmp_path}/lr=0.1", "dflash")):
+        results = benchmark(options_of(place, tmp_path / name, drafter=[given]))
+        assert list(results["variants"]) == ["plain", "signal_off", name]
 
 
 # -- the table, the card, the command --------------------------------------------------------------------------------

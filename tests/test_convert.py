@@ -571,6 +571,28 @@ def test_what_is_there_is_replaced_as_a_whole_when_told_so(tmp_path, monkeypatch
     assert files_of(output) == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.parametrize("name", ["README.md", "training.json", "checkpoint-7/model.safetensors", ".git/HEAD"])
+def test_what_convert_would_not_write_is_not_deleted(tmp_path, name):
+    source, output = saved(tmp_path / "source", drafter_of()), tmp_path / "output"
+    convert(source, output, "retrace")
+    convert(source, output, "retrace", overwrite=True)  # our code is no reason
+    (output / name).parent.mkdir(exist_ok=True)
+    (output / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"holds {name.split('/')[0]} beside the checkpoint.*move it away"):
+        convert(source, output, "z-lab", overwrite=True)
+    assert (output / name).read_text() == "mine" and read(output)[0]["model_type"] == "retrace"
+
+
+@pytest.mark.parametrize("to", ["z-lab", "retrace"])
+def test_others_may_read_what_the_umask_lets_them(tmp_path, to):
+    before = os.umask(0o027)
+    try:
+        convert(saved(tmp_path / "source", drafter_of()), tmp_path / "output", to)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "output").glob("*.*")} == {0o640}
+
+
 def test_nothing_else_is_written_over(tmp_path):
     source = saved(tmp_path / "source", drafter_of())
     for other in (source, tmp_path):

@@ -52,6 +52,20 @@ def test_streamer_tells_drafted_tokens_from_the_targets(tokenizer):
     assert pieces[1] == (" capital", True)
 
 
+def test_a_streamer_serves_call_after_call(tokenizer):
+    """The next prompt is no text of an answer, as transformers' own streamers have it."""
+    ids = tokenizer("The capital of France is Paris.")["input_ids"]
+    pieces = []
+    streamer = OriginStreamer(tokenizer, lambda text, drafted: pieces.append((text, drafted)))
+    for _ in range(2):
+        for put in ([1, 2, 3], ids[:1], ids[1:]):
+            streamer.put(torch.tensor([put]))
+        streamer.end()
+    half = len(pieces) // 2
+    assert pieces[:half] == pieces[half:]
+    assert "".join(text for text, _ in pieces[:half]) == "The capital of France is Paris."
+
+
 def test_characters_spread_over_tokens_are_written_whole(tokenizer):
     text = "天空 🦜!"
     ids = tokenizer(text)["input_ids"]

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from retrace_hf.data.prompts import open_text
-from retrace_hf.files import write_text, written_whole
+from retrace_hf.files import folder_written_whole, write_text, written_whole
 
 
 def test_a_file_is_the_old_one_until_it_is_whole(tmp_path):
@@ -26,6 +26,25 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, error):
         temporary.write_text("ne")
         raise error
     assert path.read_text() == "old" and os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_folder_that_is_there_is_not_lost_between_two_names(tmp_path, monkeypatch, error, at):
+    """The old one has another name for a moment, and that is when it must not go."""
+    write_text(tmp_path / "made" / "config.json", "old")
+    replace, calls = os.replace, []
+
+    def interrupted(source, destination):
+        calls.append(source)
+        if len(calls) == at:
+            raise error
+        replace(source, destination)
+
+    with pytest.raises(error), folder_written_whole(tmp_path / "made") as temporary:
+        (temporary / "config.json").write_text("new")
+        monkeypatch.setattr(os, "replace", interrupted)
+    assert (tmp_path / "made" / "config.json").read_text() == "old" and os.listdir(tmp_path) == ["made"]
 
 
 def test_the_temporary_name_has_the_suffix_that_says_how_to_write(tmp_path):

@@ -399,6 +399,43 @@ def test_a_mask_that_changes_on_a_warm_cache(target, prompt, at):
         ), kind
 
 
+@pytest.mark.parametrize("at", ["prompt", "answer", "nowhere"])
+def test_positions_that_change_on_a_warm_cache(target, prompt, at):
+    """What the cache holds stays at the positions that it was computed with, as plain generate() leaves it."""
+    text = torch.cat([plain(target, prompt, 10), prompt_of(7, seed=9)], dim=1)
+    changed = {"prompt": 5, "answer": prompt.shape[1] + 2, "nowhere": text.shape[1]}[at]
+    positions = torch.arange(text.shape[1])[None].clone()
+    positions[:, changed:] += 30
+    cache = DynamicCache(config=target.config)
+    plain(target, prompt, 10, cache=cache)
+    expected = plain(target, text, 30, cache=cache, position_ids=positions)
+    drafter = randomize(tiny_drafter(target))
+    cache = DynamicCache(config=target.config)
+    plain(target, prompt, 10, cache=cache, assistant_model=drafter)
+    seen = []
+    drafter.register_forward_pre_hook(
+        lambda drafter, args, kwargs: seen.append(kwargs["cache"].get_seq_length()), with_kwargs=True
+    )
+    assert torch.equal(plain(target, text, 30, cache=cache, position_ids=positions, assistant_model=drafter), expected)
+    assert bool(seen[0]) == (at == "nowhere")  # whether the context of the first turn was taken over
+
+
+def test_a_turn_without_the_drafter_stays_as_it_was_computed(target, prompt):
+    """A second turn that masks what the first and the third do not: its tokens are not fed again without that mask."""
+    first = plain(target, prompt, 10)
+    text = torch.cat([first, prompt_of(7, seed=9)], dim=1)
+    mask = torch.ones_like(text)
+    mask[0, 3:9] = 0
+    drafter, answers = randomize(tiny_drafter(target)), []
+    for assistant in (None, drafter):
+        cache = DynamicCache(config=target.config)
+        plain(target, prompt, 10, cache=cache, assistant_model=assistant)
+        second = plain(target, text, 10, cache=cache, attention_mask=mask)
+        third = torch.cat([second, prompt_of(7, seed=10)], dim=1)
+        answers.append(plain(target, third, 30, cache=cache, assistant_model=assistant))
+    assert torch.equal(*answers)
+
+
 def test_a_drafter_serves_call_after_call(target, prompt, sequence):
     other = prompt_of(11, seed=8)
     drafter = randomize(tiny_drafter(target))

@@ -161,8 +161,8 @@ def benchmark(options: BenchmarkOptions) -> dict:
     dtype = getattr(torch, options.dtype)
     folders = _named_folders(options.drafter)
     arms = {name: describe_drafter(place) for name, place in folders.items()}
-    drafters = {name: load_drafter(place, dtype).to(options.device) for name, place in folders.items()}
     target, tokenizer = load_target(options.target, dtype=dtype, device=options.device)
+    drafters = {name: load_drafter(place, target).to(options.device) for name, place in folders.items()}
     check_chat_template(tokenizer)
     for name, drafter in drafters.items():
         try:
@@ -194,7 +194,9 @@ def _named_folders(given: Sequence[str]) -> dict[str, Path]:
     """By name, the folders of the drafters; those on the Hub are fetched."""
     folders = {}
     for one in given:
-        name, _, path = one.rpartition("=")
+        name, named, path = one.partition("=")
+        if not named or os.path.isdir(one):  # folders of runs are often called lr=0.1
+            name, path = "", one
         place = local_folder(path)
         name = name or (place.resolve() if os.path.isdir(path) else Path(path)).name
         if not (place / "config.json").is_file():
@@ -207,12 +209,12 @@ def _named_folders(given: Sequence[str]) -> dict[str, Path]:
     return folders
 
 
-def load_drafter(folder: str | os.PathLike, dtype: torch.dtype) -> RetraceDrafter:
-    """A drafter of ours, or a DFlash in the z-lab or the transformers-native layout as it is."""
+def load_drafter(folder: str | os.PathLike, target) -> RetraceDrafter:
+    """A drafter of ours, or a DFlash of another layout as it is, in the target's dtype."""
     raw = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     if raw.get("model_type") == RetraceConfig.model_type:
-        return RetraceDrafter.from_pretrained(folder, dtype=dtype).eval()
-    return RetraceDrafter.from_dflash(folder, conditioning="none").to(dtype).eval()
+        return RetraceDrafter.from_pretrained(folder, dtype=target.dtype).eval()
+    return RetraceDrafter.from_dflash(folder, target=target, conditioning="none").to(target.dtype).eval()
 
 
 def _drafted(drafters: dict[str, RetraceDrafter]) -> dict[str, dict]:

@@ -32,16 +32,12 @@ def draw_all(results: Mapping, folder: str | os.PathLike) -> list[str]:
 
 def _draw(results: Mapping, panel: Callable, file: Path):
     try:
-        import matplotlib
+        from matplotlib.figure import Figure  # without pyplot, whose state is the caller's
     except ImportError as error:
         raise ImportError("The plots need matplotlib: pip install 'retrace_hf[benchmark]'.") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     by_temperature = results["temperatures"]
-    figure, panels = pyplot.subplots(
-        1, len(by_temperature), figsize=(7 * len(by_temperature), 5), squeeze=False, sharey=True, layout="constrained"
-    )
+    figure = Figure(figsize=(7 * len(by_temperature), 5), layout="constrained")
+    panels = figure.subplots(1, len(by_temperature), squeeze=False, sharey=True)
     for axes, (temperature, variants) in zip(panels[0], by_temperature.items()):
         panel(axes, {method: variant for method, variant in variants.items() if method != "plain"})
         axes.set_title(f"temperature {temperature}")
@@ -49,7 +45,6 @@ def _draw(results: Mapping, panel: Callable, file: Path):
     drawn, names = panels[0][0].get_legend_handles_labels()
     figure.legend(drawn, names, loc="outside lower center", ncols=4)
     figure.savefig(file, dpi=150)
-    pyplot.close(figure)
 
 
 def _acceptance_at(axes, variants: Mapping):
