@@ -185,7 +185,7 @@ def line_of(prompt, kind, runs):
 
 def test_figures_of_two_prompts_by_hand():
     lines = [
-        line_of("a", "x", {"plain": (60, 9, 8.0, [0] * 8, [0] * 8), "d": (60, 9, 4.0, [3, 0, 1, 0], [3] * 4)}),
+        line_of("a", "x", {"plain": (63, 9, 8.0, [0] * 8, [0] * 8), "d": (63, 9, 4.0, [3, 0, 1, 0], [3] * 4)}),
         line_of("b", "y", {"plain": (128, 3, 3.0, [0] * 2, [0] * 2), "d": (128, 5, 2.5, [1, 1], [3, 2])}),
     ]
     results = collect({0.0: lines, 1.0: lines}, ["plain", "d"], ["d"])
@@ -195,7 +195,7 @@ def test_figures_of_two_prompts_by_hand():
     # a: 8 s against 4 s; b: 1 s a token against 0.5 s a token; a statistics.median is the mean of the two
     assert (d["x"]["speedup_median"], d["y"]["speedup_median"], d["all"]["speedup_median"]) == (2.0, 2.0, 2.0)
     assert d["all"]["speedup_total"] == pytest.approx((11 / 12) / (6.5 / 14))
-    # Before a's first anchor stand the 60 tokens of the prompt; its rounds yield 4, 1, 2, 1.
+    # Before a's first anchor stand the 63 tokens of the prompt; its rounds yield 4, 1, 2, 1.
     assert d["x"]["by_context"] == [
         {"up_to": 64, "rounds": 1, "acceptance_length": 4.0},
         {"up_to": 128, "rounds": 3, "acceptance_length": 4 / 3},

@@ -17,7 +17,7 @@ from retrace_hf import RetraceConfig, RetraceDrafter
 from retrace_hf import conversion as conversion_module
 from retrace_hf import export as export_module
 from retrace_hf.cli import app
-from retrace_hf.conversion import dflash_fields
+from retrace_hf.conversion import _USED_AS, dflash_fields
 from retrace_hf.export import FORMATS, convert
 
 from .dflash_reference import ReferenceDFlash
@@ -391,6 +391,15 @@ def test_what_is_not_ours_to_read_is_refused_by_name(tmp_path, fields, fault):
     with pytest.raises(ValueError, match=fault):
         convert(tmp_path / "zlab", tmp_path / "output", "retrace")
     assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize("field", _USED_AS)
+def test_weights_that_are_used_otherwise_are_refused(tmp_path, field):
+    convert(saved(tmp_path / "source", drafter_of()), tmp_path / "zlab", "z-lab")
+    ours = _USED_AS[field]
+    change(tmp_path / "zlab", **{field: not ours if isinstance(ours, bool) else {"other": 1}})
+    with pytest.raises(ValueError, match=f"{field}="):
+        convert(tmp_path / "zlab", tmp_path / "output", "retrace")
 
 
 @pytest.mark.parametrize("to", FORMATS)
