@@ -138,6 +138,12 @@ def test_bad_response_is_named(tmp_path, tokenizer, changes, message):
         list(read_responses(path))
 
 
+def test_prompts_given_as_responses_are_sent_to_prepare(tmp_path):
+    path = write_lines(tmp_path / "r.jsonl", {"question": "Name three fruits."})
+    with pytest.raises(ValueError, match="line 1.*`retrace-hf prepare` makes such files of prompts"):
+        list(read_responses(path))
+
+
 @pytest.fixture(scope="module")
 def reader(tokenizer):
     """A tiny target of SmolLM2's vocabulary, so that the real tokenizer and chat template can be used with it."""

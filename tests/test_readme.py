@@ -68,13 +68,9 @@ NOT_RUN = {
 # The first words of a Python block, and the test that runs its lines.
 BLOCKS_RUN_BY = {
     "import retrace_hf": "test_packaging.py::test_quickstart_runs",
-    'drafter = AutoModel.from_pretrained("org/drafter"': (
-        "test_hub.py::test_auto_model_loads_and_generates_without_the_package"
-    ),
+    "from transformers import AutoModel": "test_hub.py::test_auto_model_loads_and_generates_without_the_package",
     "from retrace_hf import RetraceDrafter, RetraceTrainer": "test_readme.py::test_the_training_block_trains",
-    'drafter = RetraceDrafter.from_pretrained("runs/corrected")': (
-        "test_push.py::test_one_commit_holds_all_that_a_drafter_is"
-    ),
+    "from retrace_hf import RetraceDrafter\n": "test_push.py::test_one_commit_holds_all_that_a_drafter_is",
     "import evaluate": "test_readme.py::test_the_metrics_block_measures",
 }
 # Scripts that hand what they do not know on to another.

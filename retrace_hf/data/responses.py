@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _CURE = (
     'A response is {"id": text, "source": text, "messages": [..., {"role": "assistant", "content": text}], '
-    '"response_ids": [token id, ...], "finish": "stop" or "length"}; retrace_hf.data.responses.regenerate writes it.'
+    '"response_ids": [token id, ...], "finish": "stop" or "length"}; `retrace-hf prepare` makes such files of prompts.'
 )
 
 
