@@ -96,7 +96,9 @@ def _arrow(axes, start: tuple[float, str], end: tuple[float, str], colour: str):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "round.png", help="the PNG to write")
     draw(parser.parse_args().output)
 

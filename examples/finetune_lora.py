@@ -121,7 +121,7 @@ def print_table(before: dict, after: dict, source: str):
 
 
 def main():
-    parser = HfArgumentParser((ScriptArguments, RetraceTrainingArguments))
+    parser = HfArgumentParser((ScriptArguments, RetraceTrainingArguments), allow_abbrev=False)
     parser.set_defaults(beta_warmup_steps=0)  # the drafter reads all of its signal already
     script, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)

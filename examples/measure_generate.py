@@ -36,7 +36,9 @@ PARTS = ("turns", "policies", "memory", "context")
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--target", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", default="model_cards/retrace-smollm2-135m")
     parser.add_argument("--prompts", default=str(Path(__file__).parent / "data" / "eval_prompts.jsonl"))

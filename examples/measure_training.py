@@ -22,7 +22,9 @@ MIB = 2**20
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--anchors", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--chunks", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--vocab-size", type=int, default=151_936)

@@ -81,7 +81,9 @@ def draw(runs: dict[str, dict[str, list[tuple[int, float]]]], output: Path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
     parser.add_argument("--output", type=Path, default=Path("learning_curve.png"), help="the PNG to write")
     parser.add_argument("--metrics", nargs="+", help="what to draw; eval_tau, tau_fresh and tau_carried_* by default")

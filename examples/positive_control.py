@@ -42,7 +42,9 @@ ARMS = ("none", "overwrite", "gated", "corrected")
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/positive_control"))
     parser.add_argument("--fusions", nargs="+", choices=CONTEXT_FUSIONS, default=["shared"], help="context_fusion")
     parser.add_argument(

@@ -71,7 +71,9 @@ OF_MEASURING = ("data", "output", "generate_users", "batch_size")
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--output", default="runs/recommendation")
     parser.add_argument("--data", help=f"folder with {INTERACTIONS}; by default that of recbole")
     parser.add_argument("--seed", type=int, default=0)

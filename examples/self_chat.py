@@ -42,7 +42,7 @@ class Arguments:
 
 
 def main():
-    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    (args,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses()
     if args.answered and args.prompts is None:
         raise ValueError("--answered goes with --prompts.")
     target, tokenizer = load_target(args.target, dtype=getattr(torch, args.dtype), device=args.device)

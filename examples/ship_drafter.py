@@ -48,7 +48,9 @@ def ship_results(results_file: Path, folder: Path, **metadata):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("run", nargs="?", type=Path, help="folder of the trained drafter")
     parser.add_argument("folder", type=Path, help="folder to ship it in")
     parser.add_argument("--proposal", choices=PROPOSALS, help="what it proposes under sampling; as it was by default")

@@ -87,7 +87,9 @@ def pack(chats: list[list[dict]], tokenizer, row_length: int) -> Dataset:
 
 
 def main():
-    script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+    script, args = HfArgumentParser(
+        (ScriptArguments, TrainingArguments), allow_abbrev=False
+    ).parse_args_into_dataclasses()
     folder = Path(args.output_dir)
     if (folder / "tokenizer.json").is_file():  # written last
         print(f"{folder} is finished; nothing is left to do.")

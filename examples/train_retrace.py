@@ -227,13 +227,14 @@ def has_ended(folder: Path, run: dict) -> bool:
 
 
 def main():
-    parser = HfArgumentParser((ScriptArguments, RetraceTrainingArguments))
+    parser = HfArgumentParser((ScriptArguments, RetraceTrainingArguments), allow_abbrev=False)
     script, args = parser.parse_args_into_dataclasses()
     checkpoint = last_whole_checkpoint(args.output_dir)
     folder, run = Path(args.output_dir), describe_run(script, args)
     if has_ended(folder, run):
         print(f"{folder} is finished; nothing is left to do.")
         return
+    folder.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before anything is computed
     if args.process_index == 0:
         print(f"Going on from {checkpoint}." if checkpoint else f"Starting anew: {folder} holds no whole checkpoint.")
     set_seed(args.seed)

@@ -148,6 +148,15 @@ def test_conversations_from_every_kind_of_source(tmp_path, monkeypatch, kind):
             load_conversations(path, split="nowhere")
 
 
+def test_a_split_of_one_file_is_refused(tmp_path):
+    """It would be left out in silence."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    for wrong in ({"split": "test"}, {"config": "en"}):
+        with pytest.raises(ValueError, match="one file, without splits and configs"):
+            load_conversations(str(file), **wrong)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
