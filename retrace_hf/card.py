@@ -415,12 +415,14 @@ def _interval(bounds: list[float] | None) -> str:
 
 
 def _rows_note(results: dict, arm: str) -> str:
+    one = "signal_off"  # where there is one drafter; of several, each has its own
+    off = f"{arm}_{one}"
     notes = {
         "stage1": "`stage1` is the DFlash backbone that the further training started from.",
         "sft": "`sft` is the control: the same further training without the signal.",
         f"{arm}_generate": f"`{arm}_generate` is `{arm}` run by `generate()` on the timed prompts.",
-        "signal_off": "`signal_off` is transformers' own DFlash generator on this drafter's weights.",
-        f"{arm}_signal_off": f"`{arm}_signal_off` is transformers' own DFlash generator on this drafter's weights.",
+        one: f"`{one}` is transformers' own DFlash generator on this drafter's weights.",
+        off: f"`{off}` is transformers' own DFlash generator on this drafter's weights.",
         "prompt_lookup": "`prompt_lookup` is transformers' prompt lookup, which needs no drafter.",
         "assistant": "`assistant` is transformers' assisted generation with a small draft model.",
     }

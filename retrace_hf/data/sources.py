@@ -61,6 +61,8 @@ def load_conversations(
         `ValueError`: no such column (those there are are named), no such split, a line that is not JSON, no rows, or
             none that can be used.
     """
+    if os.path.isfile(source) and (split != "train" or config is not None):
+        raise ValueError(f"{source} is one file, without splits and configs; leave out --split and --config.")
     name = Path(source).name.split(".")[0] if os.path.exists(source) else str(source)
     conversations, unusable, seen = [], [], set()
     for number, (where, row) in enumerate(read_rows(str(source), split, config)):
@@ -152,8 +154,6 @@ def _find_column(row: dict, column: str | None, where: str) -> str:
 def read_rows(source: str, split: str, config: str | None) -> Iterator[tuple[str, dict]]:
     """Where it stands and what it holds, of every row of a file, a folder or a Hub dataset, as in
     [`load_conversations`]."""
-    if os.path.isfile(source) and (split != "train" or config is not None):
-        raise ValueError(f"{source} is one file, without splits and configs; leave out --split and --config.")
     if source.endswith(_LINES):
         for line, row in read_jsonl(source):
             yield f"{source}, line {line}", row
