@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArgumen
 
 from retrace_hf import RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
 from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, READS_TARGET_KV
-from retrace_hf.evaluation import bootstrap_ratio, roll_out, summarize, write_results
+from retrace_hf.evaluation import AcceptanceStats, bootstrap_ratio, roll_out, summarize, write_results
 from retrace_hf.evaluation.results import provenance
 from retrace_hf.files import write_text
 from retrace_hf.measure import answer
@@ -171,17 +171,18 @@ def train_arms(args, target, fusion: str) -> dict[str, RetraceDrafter]:
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def generated(target, drafter, prompts: torch.Tensor) -> dict:
-    """Greedy generate() on each prompt, beside plain generate()."""
-    stats, equal = [], 0
-    for prompt in prompts:
-        inputs = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt[None])}
-        plain = answer(target, inputs, RECORD * RECORDS)
-        found = answer(target, inputs, RECORD * RECORDS, drafter)
-        equal += found.ids == plain.ids
-        stats.append(found.stats)
-    tau = summarize(stats, ["records"] * len(stats))["all"]["acceptance_length"]
-    return {"texts": len(prompts), "equal_to_plain": equal, "acceptance_length": tau}
+def inputs_of(prompt: torch.Tensor) -> dict:
+    return {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt[None])}
+
+
+def generated(target, drafter, prompts: torch.Tensor, plain: list[list[int]]) -> dict:
+    """Greedy generate() on each prompt, beside the text of plain generate()."""
+    found = [answer(target, inputs_of(prompt), RECORD * RECORDS, drafter) for prompt in prompts]
+    return {
+        "texts": len(prompts),
+        "equal_to_plain": sum(run.ids[0] == text for run, text in zip(found, plain)),
+        "acceptance_length": AcceptanceStats.pooled(run.stats for run in found).acceptance_length,
+    }
 
 
 def measure(args, target, drafters: dict[str, RetraceDrafter]) -> dict:
@@ -191,10 +192,12 @@ def measure(args, target, drafters: dict[str, RetraceDrafter]) -> dict:
     of_table[:PROMPT] = False
     right = (said == texts[:, 1:])[:, of_table].float().mean()
     results, rounds = {"target": {"right_where_the_table_says": float(right)}, "arms": {}}, {}
+    prompts = texts[: args.generated, :PROMPT]
+    plain = [answer(target, inputs_of(prompt), RECORD * RECORDS).ids[0] for prompt in prompts]
     for name, drafter in drafters.items():
         rounds[name] = roll_out(target, drafter, texts.tolist(), [PROMPT] * len(texts), RECORD * RECORDS)
         entry = results["arms"][name] = summarize(rounds[name], ["records"] * len(texts))["all"]
-        entry["generate"] = generated(target, drafter, texts[: args.generated, :PROMPT])
+        entry["generate"] = generated(target, drafter, prompts, plain)
         print(name, round(entry["acceptance_length"], 3), entry["generate"], flush=True)
         if name.endswith("/none"):
             control = name

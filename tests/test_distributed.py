@@ -164,16 +164,22 @@ def fsdp_environment() -> dict[str, str]:
     return {k: v for k, v in prepare_multi_gpu_env(launch_arguments("fsdp2")).items() if k.startswith(names)}
 
 
+def check_sharded(rows, folder: Path, environment: dict[str, str], **options) -> dict:
+    """Two processes train as one with twice the batch, and resume. Gives their run."""
+    one = {**OPTIONS, **SAVED, "rows": rows, "folder": str(folder / "one"), "per_device_train_batch_size": 4}
+    train(**one)
+    two = {**one, "folder": str(folder / "two"), "per_device_train_batch_size": 2, **options}
+    start(folder, [two], **environment)
+    assert_same(folder / "two", folder / "one", tolerance=1e-5)
+    resumed = {**two, "folder": str(cut(folder / "two", folder / "resumed")), "resume": True}
+    start(folder, [resumed], **environment)
+    assert_same(folder / "resumed", folder / "two", tolerance=1e-7)
+    return two
+
+
 @pytest.mark.slow
 def test_fsdp2_trains_as_one_process_with_twice_the_batch_and_resumes(rows, tmp_path):
-    one = {**OPTIONS, **SAVED, "rows": rows, "folder": str(tmp_path / "one"), "per_device_train_batch_size": 4}
-    train(**one)
-    two = {**one, "folder": str(tmp_path / "two"), "per_device_train_batch_size": 2, "fsdp": True}
-    start(tmp_path, [two], **fsdp_environment())
-    assert_same(tmp_path / "two", tmp_path / "one", tolerance=1e-5)
-    resumed = {**two, "folder": str(cut(tmp_path / "two", tmp_path / "resumed")), "resume": True}
-    start(tmp_path, [resumed], **fsdp_environment())
-    assert_same(tmp_path / "resumed", tmp_path / "two", tolerance=1e-7)
+    two = check_sharded(rows, tmp_path, fsdp_environment(), fsdp=True)
     # What cannot be is said before a step.
     refused = start(tmp_path, [{**two, "eval_prompts": PROMPTS}], fails=True, **fsdp_environment())
     assert "eval_prompts is set and the models are sharded" in refused
@@ -192,14 +198,7 @@ def zero3_environment() -> dict[str, str]:
 @pytest.mark.slow
 def test_zero3_trains_as_one_process_with_twice_the_batch_and_resumes(rows, tmp_path):
     """DeepSpeed itself, with the target's body sharded over two processes (`pip install -e .[deepspeed]`)."""
-    one = {**OPTIONS, **SAVED, "rows": rows, "folder": str(tmp_path / "one"), "per_device_train_batch_size": 4}
-    train(**one)
-    two = {**one, "folder": str(tmp_path / "two"), "per_device_train_batch_size": 2}
-    start(tmp_path, [two], **zero3_environment())
-    assert_same(tmp_path / "two", tmp_path / "one", tolerance=1e-5)
-    resumed = {**two, "folder": str(cut(tmp_path / "two", tmp_path / "resumed")), "resume": True}
-    start(tmp_path, [resumed], **zero3_environment())
-    assert_same(tmp_path / "resumed", tmp_path / "two", tolerance=1e-7)
+    two = check_sharded(rows, tmp_path, zero3_environment())
     refused = start(tmp_path, [{**two, "eval_prompts": PROMPTS}], fails=True, **zero3_environment())
     assert "eval_prompts is set and the models are sharded" in refused
 
