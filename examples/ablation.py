@@ -2,11 +2,13 @@
 
     python examples/ablation.py --responses examples/data/responses_0.jsonl.gz --output_dir runs/ablation
 
-For each `context_fusion` (shared: DFlash, layerwise: DFlare, kv and hybrid: KVShot) and each depth a stage 1 is
-trained on the same data for the same steps, and from it two arms: `none`, the SFT control (carried rounds, no signal),
-and `corrected`, ReTrace. All are then measured on the same held-out prompts. Written are results.json, results.md (tau
-with 95 % intervals, bootstrap over prompts; ReTrace over its control, and each context over the shared one, paired by
-prompt; parameters; milliseconds a round) and results.png.
+For each context (`--fusions` shared: DFlash, layerwise: DFlare, kv and hybrid: KVShot, whose keys keep the target's
+RoPE, and kv-reapplied and hybrid-reapplied, where it is taken off before the projection and put on again behind it),
+each depth and each seed a stage 1 is trained on the same data for the same steps, and from it two arms: `none`, the
+SFT control (carried rounds, no signal), and `corrected`, ReTrace. All are then measured on the same held-out prompts.
+Written are results.json, results.md (tau with 95 % intervals, bootstrap over prompts; ReTrace over its control, and
+each context over the shared one, paired by prompt, of each seed and of all; parameters; milliseconds a round) and
+results.png.
 
 With `--init_from FOLDER` every stage 1 starts from that DFlash (RetraceDrafter.from_dflash says what each context
 keeps of it), without it from the target's layers. What is not named here goes to examples/train_retrace.py, for all
@@ -23,6 +25,7 @@ import statistics
 import sys
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +36,7 @@ import evaluate_drafters
 import train_retrace
 
 from retrace_hf import RetraceCandidateGenerator, RetraceConfig, RetraceDrafter
-from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, CONTEXT_KV_ROPES, READS_TARGET_KV
+from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, READS_TARGET_KV
 from retrace_hf.data.features import target_fingerprint
 from retrace_hf.evaluation import AcceptanceStats, KeptLines, bootstrap_ratio, summarize, write_results
 from retrace_hf.evaluation.results import describe_drafter, file_hash, provenance
@@ -44,8 +47,21 @@ from retrace_hf.terminal import run_command
 
 
 # Options of train_retrace.py that differ between the arms or their stages.
-SET_HERE = ("max_steps", "learning_rate", "conditioning", "context_fusion", "num_draft_layers", "init_from_target")
+SET_HERE = (
+    *("max_steps", "learning_rate", "conditioning", "context_fusion", "context_kv_rope", "num_draft_layers"),
+    *("init_from_target", "seed"),
+)
 ARMS = {"none": "SFT control", "corrected": "ReTrace"}
+REAPPLIED = "-reapplied"
+CONTEXTS = (*CONTEXT_FUSIONS, *(fusion + REAPPLIED for fusion in READS_TARGET_KV))
+
+
+class Group(NamedTuple):
+    """What stage 1 and the two arms trained from it have in common."""
+
+    context: str  # one of CONTEXTS
+    depth: int  # draft layers
+    seed: int
 
 
 def parse_args():
@@ -57,11 +73,11 @@ def parse_args():
     parser.add_argument("--target", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--init_from", help="a DFlash that every stage 1 starts from")
-    parser.add_argument("--fusions", nargs="+", choices=CONTEXT_FUSIONS, default=list(CONTEXT_FUSIONS))
+    parser.add_argument("--fusions", nargs="+", choices=CONTEXTS, default=list(CONTEXT_FUSIONS))
     parser.add_argument("--depths", nargs="+", type=int, help="draft layers, 3 by default; --init_from brings its own")
     parser.add_argument("--target_layer_ids", nargs="+", type=int, help="tapped layers of new drafters")
     parser.add_argument("--target_kv_layer_ids", nargs="+", type=int, help="layers whose keys and values are read")
-    parser.add_argument("--context_kv_rope", choices=CONTEXT_KV_ROPES, help="RoPE on these keys")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="of training; every arm once with each")
     parser.add_argument("--mask_token", help="token for the slots of new drafters")
     parser.add_argument("--stage1_steps", type=int, default=600)
     parser.add_argument("--stage2_steps", type=int, default=150)
@@ -83,6 +99,9 @@ def parse_args():
     if set_here:
         parser.error(f"{set_here[0]} is set here for each arm, and cannot be passed on to train_retrace.py.")
     args.depths = args.depths or [3]
+    for option in ("fusions", "depths", "seeds"):
+        if len(set(getattr(args, option))) < len(getattr(args, option)):
+            parser.error(f"--{option} names one of them twice.")
     for option, least in (("stage1_steps", 1), ("stage2_steps", 1), ("num_carried_rounds", 1), ("max_new_tokens", 2)):
         if getattr(args, option) < least:
             parser.error(f"--{option} must be at least {least}.")
@@ -92,8 +111,15 @@ def parse_args():
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-def name_of(args, fusion: str, depth: int, arm: str) -> str:
-    return f"{fusion}-{depth}-{arm}" if len(args.depths) > 1 else f"{fusion}-{arm}"
+def groups(args) -> list[Group]:
+    return [Group(*one) for one in product(args.fusions, args.depths, args.seeds)]
+
+
+def name_of(args, group: Group, *arm: str) -> str:
+    """Of a run's folder and its row, or of its group; what is the same for all runs is left out."""
+    depth = [str(group.depth)] if len(args.depths) > 1 else []
+    seed = [f"seed{group.seed}"] if len(args.seeds) > 1 else []
+    return "-".join([group.context, *depth, *seed, *arm])
 
 
 def train(args, name: str, *options) -> Path:
@@ -110,15 +136,17 @@ def train(args, name: str, *options) -> Path:
     return folder
 
 
-def new_drafter(args, fusion: str, depth: int) -> list:
+def new_drafter(args, group: Group) -> list:
     """Options of stage 1 alone: where the drafter comes from and what it reads. Stage 2 takes over both."""
+    fusion = group.context.removesuffix(REAPPLIED)
     options = {"init_from": args.init_from, "mask_token": args.mask_token, "context_fusion": fusion}
     if args.init_from is None:
-        options["num_draft_layers"] = depth
+        options["num_draft_layers"] = group.depth
     if fusion != "kv":
         options["target_layer_ids"] = args.target_layer_ids
     if fusion in READS_TARGET_KV:
-        options |= {"target_kv_layer_ids": args.target_kv_layer_ids, "context_kv_rope": args.context_kv_rope}
+        rope = "reapplied" if group.context.endswith(REAPPLIED) else None
+        options |= {"target_kv_layer_ids": args.target_kv_layer_ids, "context_kv_rope": rope}
     found = []
     for name, value in options.items():
         if value is not None:
@@ -126,31 +154,33 @@ def new_drafter(args, fusion: str, depth: int) -> list:
     return found
 
 
-def train_all(args) -> dict[str, str]:
-    """By arm, its folder. Both arms of a context start from the same stage 1."""
-    arms = {}
-    for fusion, depth in product(args.fusions, args.depths):
-        read = ["--features_dir", args.features_dir] if args.features_dir else []
-        new = new_drafter(args, fusion, depth)
-        stage1 = train(
+def train_group(args, group: Group) -> dict[str, str]:
+    """By arm, its folder. Both arms start from the same stage 1."""
+    read = ["--features_dir", args.features_dir] if args.features_dir else []
+    name = name_of(args, group, "stage1")
+    stage1 = train(
+        args,
+        name,
+        *("--responses", *args.responses, *new_drafter(args, group), *read, "--seed", group.seed),
+        *("--conditioning", "none", "--num_carried_rounds", 0),
+        *("--max_steps", args.stage1_steps, "--learning_rate", args.stage1_learning_rate),
+    )
+    arms = {name: str(stage1)}
+    for arm in ARMS:
+        name = name_of(args, group, arm)
+        folder = train(
             args,
-            name_of(args, fusion, depth, "stage1"),
-            *("--responses", *args.responses, *new, *read),
-            *("--conditioning", "none", "--num_carried_rounds", 0),
-            *("--max_steps", args.stage1_steps, "--learning_rate", args.stage1_learning_rate),
+            name,
+            *("--responses", *(args.stage2_responses or args.responses), "--seed", group.seed),
+            *("--init_from", stage1, "--conditioning", arm, "--num_carried_rounds", args.num_carried_rounds),
+            *("--max_steps", args.stage2_steps, "--learning_rate", args.stage2_learning_rate),
         )
-        arms[name_of(args, fusion, depth, "stage1")] = str(stage1)
-        for arm in ARMS:
-            name = name_of(args, fusion, depth, arm)
-            folder = train(
-                args,
-                name,
-                *("--responses", *(args.stage2_responses or args.responses)),
-                *("--init_from", stage1, "--conditioning", arm, "--num_carried_rounds", args.num_carried_rounds),
-                *("--max_steps", args.stage2_steps, "--learning_rate", args.stage2_learning_rate),
-            )
-            arms[name] = str(folder)
+        arms[name] = str(folder)
     return arms
+
+
+def train_all(args) -> dict[str, str]:
+    return {name: folder for group in groups(args) for name, folder in train_group(args, group).items()}
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
@@ -196,6 +226,7 @@ def describe(folder: str) -> dict:
     drafter = RetraceDrafter.from_pretrained(folder)
     return {
         "context_fusion": config.context_fusion,
+        "context_kv_rope": config.context_kv_rope if config.context_fusion in READS_TARGET_KV else None,
         "conditioning": config.conditioning,
         "num_hidden_layers": config.num_hidden_layers,
         "target_layer_ids": config.target_layer_ids,
@@ -248,26 +279,37 @@ def measure(args) -> dict:
 
 
 def corrected_over_none(args, played: dict[str, list[AcceptanceStats]]) -> dict[str, dict]:
-    """What the signal is worth, by context: ReTrace's tau over its control's."""
-    return {
-        name_of(args, fusion, depth, "corrected"): bootstrap_ratio(
-            played[name_of(args, fusion, depth, "corrected")], played[name_of(args, fusion, depth, "none")]
-        )
-        for fusion, depth in product(args.fusions, args.depths)
-    }
+    """What the signal is worth: tau of every ReTrace over its control's."""
+    return ratios(args, played, [(group, "corrected", group, "none") for group in groups(args)])
 
 
 def over_shared(args, played: dict[str, list[AcceptanceStats]]) -> dict[str, dict]:
-    """What a context is worth, by arm: its tau over that of the shared context's same arm."""
+    """What a context is worth: tau of every arm over that of the shared context's same arm."""
     if "shared" not in args.fusions:
         return {}
-    return {
-        name_of(args, fusion, depth, arm): bootstrap_ratio(
-            played[name_of(args, fusion, depth, arm)], played[name_of(args, "shared", depth, arm)]
-        )
-        for fusion, depth, arm in product(args.fusions, args.depths, ("stage1", *ARMS))
-        if fusion != "shared"
-    }
+    pairs = product([group for group in groups(args) if group.context != "shared"], ("stage1", *ARMS))
+    return ratios(args, played, [(group, arm, group._replace(context="shared"), arm) for group, arm in pairs])
+
+
+def ratios(args, played: dict[str, list[AcceptanceStats]], pairs: list[tuple[Group, str, Group, str]]) -> dict:
+    """One over the other for each pair `(group, arm, group, arm)`, by the name of the first; and with several seeds,
+    under the name without one, over the rounds of all of them, prompt by prompt: the interval is over prompts, what
+    seeds do stands in `seeds`, one ratio each."""
+    found, over_seeds = {}, {}
+    for group, arm, other_group, other_arm in pairs:
+        name = name_of(args, group, arm)
+        one, other = played[name], played[name_of(args, other_group, other_arm)]
+        found[name] = bootstrap_ratio(one, other)
+        over_seeds.setdefault(name.replace(f"-seed{group.seed}", ""), []).append((one, other, found[name]["ratio"]))
+    if len(args.seeds) > 1:
+        for name, same in over_seeds.items():
+            ones, others, each = zip(*same)
+            found[name] = {**bootstrap_ratio(by_prompt(ones), by_prompt(others)), "seeds": list(each)}
+    return found
+
+
+def by_prompt(played: tuple[list[AcceptanceStats], ...]) -> list[AcceptanceStats]:
+    return [AcceptanceStats.pooled(same) for same in zip(*played)]
 
 
 # -- the table and the plot ------------------------------------------------------------------------------------------
@@ -304,6 +346,11 @@ def table(results: dict) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     tau = next(iter(results["arms"].values()))["tau"]["all"]
     lines += ["", f"{tau['prompts']} prompts; {results['provenance']['note']}; milliseconds are medians over rounds."]
+    for title in ("corrected_over_none", "over_shared"):
+        for name, found in results[title].items():
+            if "seeds" in found:
+                each = ", ".join(f"{one:.3f}" for one in found["seeds"])
+                lines.append(f"{name}, {title.replace('_', ' ')}, all seeds: {ratio(found)}; of each: {each}.")
     for name, arm in results["arms"].items():
         if arm["gate_mean"]:
             first, last = arm["gate_mean"][0], arm["gate_mean"][-1]
@@ -322,9 +369,9 @@ def draw(args, results: dict, output: Path):
     gated = {name: arm["gate_mean"] for name, arm in arms.items() if arm["gate_mean"]}
     figure, panels = pyplot.subplots(1, 2 if gated else 1, figsize=(12 if gated else 7, 4.5), squeeze=False)
     axes = panels[0][0]
-    places = [f"{fusion}, {depth}" if len(args.depths) > 1 else fusion for fusion, depth in groups(args)]
+    places = [name_of(args, group) for group in groups(args)]
     for i, (arm, label) in enumerate({"stage1": "stage 1", **ARMS}.items()):
-        found = [arms[name_of(args, fusion, depth, arm)]["tau"]["all"] for fusion, depth in groups(args)]
+        found = [arms[name_of(args, group, arm)]["tau"]["all"] for group in groups(args)]
         tau = [one["acceptance_length"] for one in found]
         bounds = [one["acceptance_length_interval"] for one in found]
         errors = [[t - low for t, (low, _) in zip(tau, bounds)], [high - t for t, (_, high) in zip(tau, bounds)]]
@@ -344,10 +391,6 @@ def draw(args, results: dict, output: Path):
     figure.tight_layout()
     figure.savefig(output, dpi=150)
     pyplot.close(figure)
-
-
-def groups(args) -> list[tuple[str, int]]:
-    return list(product(args.fusions, args.depths))
 
 
 def main():

@@ -405,7 +405,7 @@ def test_the_ablation_trains_measures_and_goes_on(folder, run, tmp_path, monkeyp
     folder, _ = folder
     chats = folder / "chats" / "self_chat_00000.jsonl.gz"
     options = ["--target", folder / "target", "--responses", chats, "--output_dir", tmp_path]
-    options += ["--fusions", "shared", "layerwise", "hybrid", "--init_from", folder / "stage1"]
+    options += ["--fusions", "shared", "layerwise", "hybrid-reapplied", "--init_from", folder / "stage1"]
     options += ["--features_dir", folder / "features"]
     options += ["--stage1_steps", 1, "--stage2_steps", 2, "--num_carried_rounds", 1, "--logging_steps", 1]
     options += ["--per_device_train_batch_size", 2, "--num_anchors", 4, "--use_cpu", "True", "--report_to", "none"]
@@ -421,24 +421,48 @@ def test_the_ablation_trains_measures_and_goes_on(folder, run, tmp_path, monkeyp
     monkeypatch.setattr(RetraceTrainer, "training_step", count)
     run.fails("ablation.py", *options, message="interrupted; the same command goes on", code=130)
     run("ablation.py", *options)
-    others = [[f"{f}-stage1"] + [f"{f}-none"] * 2 + [f"{f}-corrected"] * 2 for f in ("layerwise", "hybrid")]
+    others = [[f"{f}-stage1"] + [f"{f}-none"] * 2 + [f"{f}-corrected"] * 2 for f in ("layerwise", "hybrid-reapplied")]
     assert steps[4:] == ["shared-corrected"] * 2 + sum(others, [])
-    results, fusions = json.loads((tmp_path / "results.json").read_text()), ("shared", "layerwise", "hybrid")
+    results, fusions = json.loads((tmp_path / "results.json").read_text()), ("shared", "layerwise", "hybrid-reapplied")
     assert set(results["arms"]) == {f"{f}-{a}" for f in fusions for a in ("stage1", "none", "corrected")}
-    hybrid = results["arms"]["hybrid-corrected"]
+    hybrid = results["arms"]["hybrid-reapplied-corrected"]
     assert hybrid["context_fusion"] == "hybrid" and hybrid["conditioning"] == "corrected"
+    assert hybrid["context_kv_rope"] == "reapplied"
     assert hybrid["parameters"] > results["arms"]["shared-corrected"]["parameters"]
     assert [step for step, _ in hybrid["gate_mean"]] == [1, 2] and hybrid["drafter_ms"] > 0
     assert set(results["corrected_over_none"]) == {f"{f}-corrected" for f in fusions}
     assert set(results["over_shared"]) == {name for name in results["arms"] if "shared" not in name}
     text = (tmp_path / "results.md").read_text()
-    assert "| hybrid-corrected | 2 |" in text and "Mean gate of hybrid-stage1" in text
+    assert "| hybrid-reapplied-corrected | 2 |" in text and "Mean gate of hybrid-reapplied-stage1" in text
     assert (tmp_path / "results.png").stat().st_size > 10_000
     monkeypatch.setattr(sys.modules["evaluate_drafters"], "roll_out", lambda *args: pytest.fail("measured again"))
     before = (tmp_path / "results.json").read_text()
     run("ablation.py", *options)
     assert len(steps) == 16 and (tmp_path / "results.json").read_text() == before
     run.fails("ablation.py", *options, "--depths", 2, message="--init_from brings its own layers")
+
+
+@pytest.mark.slow
+def test_the_ablation_joins_seeds_prompt_by_prompt(folder, run, tmp_path):
+    """A row for every seed; and the ratio over all rounds of all seeds, which lies between the seeds' own."""
+    folder, _ = folder
+    chats = folder / "chats" / "self_chat_00000.jsonl.gz"
+    options = ["--target", folder / "target", "--responses", chats, "--output_dir", tmp_path, "--fusions", "shared"]
+    options += ["--depths", 1, "--seeds", 1, 2, "--stage1_steps", 1, "--stage2_steps", 1, "--max_new_tokens", 12]
+    options += ["--per_device_train_batch_size", 2, "--num_anchors", 4, "--use_cpu", "True", "--report_to", "none"]
+    options += ["--limit_prompts", 1, "--timed_prompts", 1, "--disable_tqdm", "True", "--target_layer_ids", 1]
+    run("ablation.py", *options)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["arms"]) == {f"shared-seed{s}-{a}" for s in (1, 2) for a in ("stage1", "none", "corrected")}
+    weights = [arm["weights"] for arm in results["provenance"]["arms"].values()]
+    assert len(set(weights)) == 6  # no two runs gave the same drafter
+    found = results["corrected_over_none"]
+    each = [found[f"shared-seed{seed}-corrected"]["ratio"] for seed in (1, 2)]
+    assert found["shared-corrected"]["seeds"] == each
+    assert min(each) <= found["shared-corrected"]["ratio"] <= max(each)
+    assert "shared-corrected, corrected over none, all seeds: " in (tmp_path / "results.md").read_text()
+    run.fails("ablation.py", *options, "--seeds", 1, 1, message="--seeds names one of them twice")
+    run.fails("ablation.py", *options, "--seed", 1, message="--seed is set here for each arm")
 
 
 def test_a_small_target_is_trained_and_chats(run, tmp_path, capsys):
