@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_acceptance
 from retrace_hf.configuration_retrace import READS_TARGET_KV
+from retrace_hf.conversion import local_folder
 from retrace_hf.data.features import target_fingerprint
 from retrace_hf.data.prompts import read_eval_prompts, render_prompt
 from retrace_hf.evaluation import (
@@ -54,7 +55,7 @@ def parse_args():
     )
     parser.add_argument("--target", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", default=str(Path(__file__).parent / "data" / "eval_prompts.jsonl"))
-    parser.add_argument("--arm", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--arm", action="append", default=[], metavar="NAME=FOLDER", help="or NAME=HUB_ID")
     parser.add_argument("--baseline", help="arm that the others' tau is divided by; sft where there is one")
     parser.add_argument("--generate", metavar="NAME", help="arm to run through generate() as well")
     parser.add_argument("--generate-limit", type=int, help="prompts of each kind at most to run through generate()")
@@ -71,9 +72,13 @@ def parse_args():
     if not args.arm or not all("=" in arm for arm in args.arm):
         parser.error("name at least one arm, as --arm NAME=FOLDER.")
     args.arms = dict(arm.split("=", 1) for arm in args.arm)
-    for name, folder in args.arms.items():
+    for name, place in args.arms.items():
+        try:
+            folder = args.arms[name] = str(local_folder(place))
+        except ValueError as error:
+            parser.error(f"--arm {name}={place}: {error}")
         if not all(Path(folder, file).is_file() for file in ("config.json", "model.safetensors")):
-            parser.error(f"--arm {name}={folder}: {folder} is no folder with a config.json and a model.safetensors.")
+            parser.error(f"--arm {name}={place}: {folder} is no folder with a config.json and a model.safetensors.")
     if args.generate is not None and args.generate not in args.arms:
         parser.error(f"--generate {args.generate} names no --arm; arms are {sorted(args.arms)}.")
     if args.generate_rest and args.generate is None:

@@ -24,7 +24,7 @@ def _commands():
 
 @app.command()
 def demo(
-    drafter: str = typer.Option("model_cards/retrace-smollm2-135m", help="Folder of the drafter."),
+    drafter: str = typer.Option("model_cards/retrace-smollm2-135m", help="Folder or Hub id of the drafter."),
     target: str = typer.Option("HuggingFaceTB/SmolLM2-135M-Instruct", help="Hub id or folder of the target."),
     max_new_tokens: int = typer.Option(128, help="Tokens of an answer at most."),
     threads: int | None = typer.Option(None, help="Threads of torch; its own choice if left out."),
@@ -81,16 +81,17 @@ def prepare(
 
 
 class _SeveralValues(TyperCommand):
-    """A command without arguments. Options that may be repeated also take several values at once: `--data a b` is
-    `--data a --data b`."""
+    """A command without arguments. Options that may be repeated also take several values at once: `--data a b` and
+    `--data=a b` are `--data a --data b`."""
 
     def parse_args(self, ctx, args):
         repeatable = {name for option in self.params if option.multiple for name in option.opts}
         spread, current = [], None
         for part in args:
             if part.startswith("-"):
-                current = part if part in repeatable else None
-                first = current is not None
+                name, has_value, _ = part.partition("=")
+                current = name if name in repeatable else None
+                first = current is not None and not has_value
             elif current is not None and not first:
                 spread.append(current)
             else:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .conversion import local_folder
 from .measure import Run, answer, pool
 from .modeling_retrace import RetraceDrafter
 from .streamers import OriginStreamer
@@ -177,17 +178,24 @@ def _equality(answers: list[list[int]], expected: list[list[int]]) -> str:
 
 def find_drafter(path: str) -> Path:
     """
-    The folder of a drafter: `path` as it is, or as seen from the root of this checkout.
+    The folder of a drafter: `path` as it is, or as seen from the root of this checkout, or the Hub's repository of
+    that name.
 
     Raises:
-        `FileNotFoundError`: it is in neither place.
+        `FileNotFoundError`: it is in no such place.
     """
     for folder in (Path(path), Path(__file__).resolve().parents[1] / path):
         if (folder / "config.json").is_file():
             return folder
+    try:
+        if not Path(path).is_dir():
+            return local_folder(path)
+        why = "the folder has no config.json."
+    except ValueError as error:
+        why = str(error)
     raise FileNotFoundError(
-        f"There is no drafter in {path}: a folder with config.json and weights was expected. Run from the root of the "
-        "repository, or give the folder of a trained drafter with --drafter."
+        f"There is no drafter in {path}: {why} Run from the root of the repository, or name a trained "
+        "drafter's folder or Hub id with --drafter."
     )
 
 
@@ -196,7 +204,7 @@ def demo(drafter: str, target: str, max_new_tokens: int, threads: int | None, co
     Loads target and drafter in float32 and runs the demo on its three prompts.
 
     Args:
-        drafter (`str`): folder of the drafter.
+        drafter (`str`): folder or Hub id of the drafter.
         target (`str`): Hub id or folder of the target.
         max_new_tokens (`int`): tokens of an answer at most, at least 2.
         threads (`int`, *optional*): threads of torch; its own choice if left out.
@@ -219,10 +227,11 @@ def demo(drafter: str, target: str, max_new_tokens: int, threads: int | None, co
         if not console.is_terminal:
             console = Console(highlight=False, width=PIPED_WIDTH)
     folder = find_drafter(drafter)
+    name = Path(drafter).name  # not the folder's: a Hub repository's is kept in one called by its revision
     model, tokenizer = load_target(target, dtype=torch.float32)
     assistant = RetraceDrafter.from_pretrained(folder, dtype=torch.float32).eval()
     console.print(
-        f"target {model.name_or_path}, drafter {folder.name}, float32, {torch.get_num_threads()} threads",
+        f"target {model.name_or_path}, drafter {name}, float32, {torch.get_num_threads()} threads",
         soft_wrap=True,
         markup=False,
     )

@@ -664,7 +664,7 @@ def test_the_command_takes_several_values_draws_and_makes_a_card(place, tmp_path
 
     monkeypatch.setattr(matplotlib.axes.Axes, "plot", plot)
     write_prompts(tmp_path / "more.jsonl", [("math", QUESTIONS[3:])])
-    command = ["benchmark", "--target", place / "target", "--drafter", place / "d", f"b={place / 'other'}"]
+    command = ["benchmark", "--target", place / "target", f"--drafter={place / 'd'}", f"b={place / 'other'}"]
     command += ["--data", place / "one.jsonl", tmp_path / "more.jsonl", "--temperature", "0", "1", "--limit", 1]
     command += ["--max-new-tokens", 9, "--output-dir", tmp_path / "out", "--threads", torch.get_num_threads()]
     done = CliRunner().invoke(app, list(map(str, command)))

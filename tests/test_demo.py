@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from rich.console import Console
@@ -197,5 +198,14 @@ def test_drafter_is_found_from_anywhere(tmp_path, monkeypatch, target):
     monkeypatch.chdir(tmp_path)
     assert find_drafter("mine") == Path("mine")
     assert RetraceDrafter.from_pretrained(find_drafter("mine")).config.block_size == 8
-    with pytest.raises(FileNotFoundError, match="--drafter"):
-        find_drafter("other")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="There is no drafter in org/other: .* nor a repository .*--drafter"):
+        find_drafter("org/other")
+    Path("empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="the folder has no config.json"):
+        find_drafter("empty")
+
+
+def test_a_drafter_may_be_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_module, "local_folder", lambda path: tmp_path / path.replace("/", "--"))
+    assert find_drafter("org/drafter") == tmp_path / "org--drafter"

@@ -128,6 +128,17 @@ def test_kept_lines_survive_a_kill_and_do_not_mix(tmp_path):
     )
 
 
+@pytest.mark.parametrize("line", ['{"id": "x", "va', "[]", '{"key": "x"}', "\x00\x00"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    kept = KeptLines(tmp_path / "lines.jsonl", {})
+    kept.add({"id": "x"})
+    with kept.path.open("a") as file:
+        file.write(line + "\n")
+    kept.add({"id": "y"})
+    with pytest.raises(ValueError, match=r"Line 2 of .*lines.jsonl is damaged: .* Delete the line"):
+        KeptLines(kept.path, {})
+
+
 def test_commands_name_no_folder_in_front_of_the_working_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["examples/run.py", f"--output={tmp_path}/runs/a b", "runs/c"])

@@ -208,7 +208,7 @@ def test_measuring_refuses_what_it_cannot_do_before_it_starts(folder, run, tmp_p
     for arguments, message in (
         ([], "name at least one arm"),
         (["--arm", "runs/stage1"], "name at least one arm"),
-        (["--arm", f"x={folder / 'nowhere'}"], "nowhere is no folder with a config.json"),
+        (["--arm", f"x={folder / 'nowhere'}"], "nowhere is neither a folder nor a repository that the Hub has"),
         ([*arm, "--baseline", "sfft"], "--baseline sfft names no --arm"),
         ([*arm, "--generate", "x"], "--generate x names no --arm"),
         ([*arm, "--generate-rest"], "--generate-rest goes with --generate"),
@@ -448,7 +448,7 @@ def test_the_ablation_joins_seeds_prompt_by_prompt(folder, run, tmp_path):
     folder, _ = folder
     chats = folder / "chats" / "self_chat_00000.jsonl.gz"
     options = ["--target", folder / "target", "--responses", chats, "--output_dir", tmp_path, "--fusions", "shared"]
-    options += ["--depths", 1, "--seeds", 1, 2, "--stage1_steps", 1, "--stage2_steps", 1, "--max_new_tokens", 12]
+    options += ["--depths", 1, "--seeds", 1, 2, "--stage1_steps", 2, "--stage2_steps", 2, "--max_new_tokens", 12]
     options += ["--per_device_train_batch_size", 2, "--num_anchors", 4, "--use_cpu", "True", "--report_to", "none"]
     options += ["--limit_prompts", 1, "--timed_prompts", 1, "--disable_tqdm", "True", "--target_layer_ids", 1]
     run("ablation.py", *options)

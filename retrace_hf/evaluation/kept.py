@@ -14,6 +14,9 @@ class KeptLines:
     Args:
         path (`str` or `Path`): the file; made, with its folder, by the first line.
         key (`dict`): everything the results depend on.
+
+    Raises:
+        `ValueError`: a line that was not written here. One that a kill cut short at the end is taken away.
     """
 
     def __init__(self, path: str | os.PathLike, key: dict):
@@ -26,10 +29,17 @@ class KeptLines:
         whole = text[: text.rfind(b"\n") + 1]
         if len(whole) < len(text):  # a kill cut the last line short
             os.truncate(self.path, len(whole))
-        for line in whole.splitlines():
-            row = json.loads(line)
-            if row.get("key") == self.key:
-                self.rows[row["id"]] = row
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                row = json.loads(line)
+                row_id, key = row["id"], row["key"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"Line {number} of {self.path} is damaged: {type(error).__name__}: {error}. Delete the line; "
+                    "what it held is measured again."
+                ) from error
+            if key == self.key:
+                self.rows[row_id] = row
 
     def __contains__(self, row_id: str) -> bool:
         return row_id in self.rows
