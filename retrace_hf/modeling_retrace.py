@@ -54,6 +54,17 @@ class RetraceRotaryEmbedding(Qwen3RotaryEmbedding):
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
 
+    def _apply(self, fn, recurse: bool = True):
+        # What moves a drafter may also cast it, from_dflash() for one: rounded frequencies would be those of no saved
+        # drafter, and off by whole turns at late positions.
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = getattr(self, name)
+            if moved.dtype != buffer.dtype and not buffer.is_meta:
+                setattr(self, name, buffer.to(moved.device))
+        return self
+
     def forward(self, x: torch.Tensor, position_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.rope_type not in GROWING_ROPES:
             return super().forward(x, position_ids)
