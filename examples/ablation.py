@@ -51,6 +51,10 @@ SET_HERE = (
     *("max_steps", "learning_rate", "conditioning", "context_fusion", "context_kv_rope", "num_draft_layers"),
     *("init_from_target", "seed"),
 )
+LEAST = {
+    **{"stage1_steps": 1, "stage2_steps": 1, "num_carried_rounds": 1, "max_new_tokens": 2, "limit_prompts": 1},
+    **{"eval_batch_size": 1, "timed_prompts": 1, "depths": 1, "seeds": 0},
+}
 ARMS = {"none": "SFT control", "corrected": "ReTrace"}
 REAPPLIED = "-reapplied"
 CONTEXTS = (*CONTEXT_FUSIONS, *(fusion + REAPPLIED for fusion in READS_TARGET_KV))
@@ -90,22 +94,30 @@ def parse_args():
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--eval_batch_size", dest="batch_size", type=int, default=43)
     parser.add_argument("--timed_prompts", type=int, default=4, help="prompts that seconds a round are measured on")
-    args, args.training = parser.parse_known_args()
+    args, args.training = parser.parse_known_args([underscored(one) for one in sys.argv[1:]])
     if args.init_from is not None and args.depths:
         parser.error("--depths goes with new drafters; --init_from brings its own layers.")
     if args.init_from is not None and (args.target_layer_ids or args.mask_token):
         parser.error("--target_layer_ids and --mask_token go with new drafters; --init_from brings its own.")
-    set_here = [one for one in args.training if one.split("=")[0].lstrip("-") in SET_HERE]
+    options = [one for one in args.training if one.startswith("--")]
+    set_here = [one for one in options if one.split("=")[0].removeprefix("--") in SET_HERE]
     if set_here:
         parser.error(f"{set_here[0]} is set here for each arm, and cannot be passed on to train_retrace.py.")
     args.depths = args.depths or [3]
     for option in ("fusions", "depths", "seeds"):
         if len(set(getattr(args, option))) < len(getattr(args, option)):
             parser.error(f"--{option} names one of them twice.")
-    for option, least in (("stage1_steps", 1), ("stage2_steps", 1), ("num_carried_rounds", 1), ("max_new_tokens", 2)):
-        if getattr(args, option) < least:
+    for option, least in LEAST.items():
+        given = getattr(args, {"limit_prompts": "limit", "eval_batch_size": "batch_size"}.get(option, option))
+        if given is not None and min(given if isinstance(given, list) else [given]) < least:
             parser.error(f"--{option} must be at least {least}.")
     return args
+
+
+def underscored(argument: str) -> str:
+    """train_retrace.py takes --max-steps for --max_steps; here an option has one name."""
+    name, *value = argument.split("=", 1)
+    return "=".join([name.replace("-", "_").replace("__", "--", 1), *value]) if name.startswith("--") else argument
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -378,7 +390,8 @@ def draw(args, results: dict, output: Path):
         axes.errorbar(
             [place + 0.18 * (i - 1) for place in range(len(places))], tau, yerr=errors, fmt="o", capsize=3, label=label
         )
-    axes.set_xticks(range(len(places)), places)
+    slanted = {"rotation": 30, "ha": "right"} if len(places) > 4 else {}
+    axes.set_xticks(range(len(places)), places, **slanted)
     axes.set(ylabel="tau (tokens a round)")
     axes.grid(alpha=0.3, axis="y")
     axes.legend()

@@ -159,8 +159,8 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
     return RetraceDrafter.from_target(
         target,
         mask_token_id=tokenizer.convert_tokens_to_ids(mask_token),
-        num_hidden_layers=script.num_draft_layers or 3,
-        block_size=script.block_size or 8,
+        num_hidden_layers=3 if script.num_draft_layers is None else script.num_draft_layers,
+        block_size=8 if script.block_size is None else script.block_size,
         target_layer_ids=script.target_layer_ids,
         init_from_target=script.init_from_target is not False,
         conditioning=script.conditioning,

@@ -1,7 +1,10 @@
 """Configuration of a ReTrace drafter."""
 
+from numbers import Integral
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 CONTEXT_FUSIONS = ("shared", "layerwise", "kv", "hybrid")
@@ -13,6 +16,11 @@ CONTEXT_FIELDS = (
 CONTEXT_KV_ROPES = ("kept", "reapplied")
 CONDITIONINGS = ("none", "overwrite", "gated", "corrected")
 PROPOSALS = ("argmax", "sample")
+ROPES = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+POSITIVE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "target_num_key_value_heads", "target_head_dim"),
+)
 
 
 @strict
@@ -122,6 +130,7 @@ class RetraceConfig(PreTrainedConfig):
     step_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
+        self._check_positive()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -139,7 +148,21 @@ class RetraceConfig(PreTrainedConfig):
         self._check_context()
         self._check_axes()
 
+    def _check_positive(self):
+        for name in POSITIVE:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+
     def _check_shape(self):
+        self._check_positive()
+        rope = self.rope_parameters
+        if rope.get("rope_type", "default") not in ROPES:
+            raise ValueError(f"rope_parameters has rope_type {rope['rope_type']!r}; it must be one of {ROPES}.")
+        if not 0 < rope.get("partial_rotary_factor", 1.0) <= 1:
+            raise ValueError(
+                f"rope_parameters has partial_rotary_factor {rope['partial_rotary_factor']}; it is the share of a "
+                "head's channels that rotate, above 0 and at most 1."
+            )
         if self.block_size < 2:
             raise ValueError(
                 f"block_size is {self.block_size}; a block needs the anchor and at least one proposal (>= 2)."
@@ -189,6 +212,12 @@ class RetraceConfig(PreTrainedConfig):
                 f"context_fusion={self.context_fusion!r} needs {', '.join(missing)}; from_target(), and "
                 "from_dflash() given the target, read them from the target."
             )
+        ids = self.target_kv_layer_ids
+        if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= (self.num_target_layers or ids[-1] + 1):
+            raise ValueError(
+                f"target_kv_layer_ids is {ids}; name layers of the target (num_target_layers="
+                f"{self.num_target_layers}), counted from 0, strictly ascending."
+            )
         if self.context_fusion == "kv":
             if self.target_layer_ids:
                 raise ValueError(
@@ -235,6 +264,7 @@ class RetraceConfig(PreTrainedConfig):
             )
         for one in ranges:
             pair = isinstance(one, (list, tuple)) and len(one) == 2
+            pair = pair and all(isinstance(end, Integral) and not isinstance(end, bool) for end in one)
             if not pair or not 0 <= one[0] < one[1] <= self.vocab_size:
                 raise ValueError(
                     f"item_token_ranges has {one}; a range is [first, end), not empty, and within the target's "

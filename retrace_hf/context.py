@@ -117,34 +117,46 @@ def target_kv_shape(config) -> tuple[int, int]:
 
 @torch.no_grad()
 def check_target_kv(target, target_kv_layer_ids: Sequence[int], rotary: nn.Module | None = None) -> None:
-    """Runs one token, four times over, through a target, and raises a ValueError unless its cache holds what a drafter
-    is to read of the reused layers.
+    """Runs one token through a target, in a batch of texts that are this token alone, and raises a ValueError unless
+    its cache holds what a drafter is to read of the reused layers.
 
-    Where all tokens are the same, every layer sees the same at each position: keys differ by their rotation alone.
-    With `rotary` (the drafter's) they must come out equal once it is taken off.
+    With `rotary` (the drafter's) each text stands at another position, from the first to the last that the target
+    knows. A token that sees itself alone is the same to every layer wherever it stands, attention sinks or not: keys
+    differ by their rotation alone, and must come out equal once it is taken off.
     """
     config = target.config.get_text_config(decoder=True)
     check_target_kv_layer_ids(target_kv_layer_ids, config)
-    name, length = type(target).__name__, 4
-    tokens = torch.full((1, length), min(3, config.vocab_size - 1), device=target.device)
+    name = type(target).__name__
+    last = (getattr(config, "max_position_embeddings", None) or 4) - 1 if rotary is not None else 0
+    positions = torch.tensor([[0], [1], [last // 2], [last]] if last else [[0]], device=target.device)
+    tokens = torch.full_like(positions, min(3, config.vocab_size - 1))
+    placed = {"position_ids": positions} if last else {}
     cache, was_training = DynamicCache(config=config), target.training
     target.eval()  # no dropout
     try:
-        target.get_decoder()(tokens, cache=cache, use_cache=True)
+        target.get_decoder()(tokens, cache=cache, use_cache=True, **placed)
+    except TypeError as error:
+        if not placed:
+            raise
+        raise ValueError(
+            f"{name} takes no position_ids ({error}), so RoPE cannot be taken off its keys; use "
+            "context_kv_rope='kept'."
+        ) from error
     finally:
         target.train(was_training)
-    rows = gather_context_kv(cache, target_kv_layer_ids, 0, length, target_kv_shape(config))
+    rows = gather_context_kv(cache, target_kv_layer_ids, 0, 1, target_kv_shape(config))
     if rotary is None:
         return
-    positions = torch.arange(length, device=rows.device)[None]
+    rows, positions = rows.transpose(0, 1), positions.T.to(rows.device)  # as one text, [1, 4, 2 * Ls * d_kv]
     keys = rows.chunk(2, dim=-1)[0].float()
     cos, sin = rotary.to(rows.device)(keys, positions)
     plain = unrotate(split_heads(keys, target_kv_shape(config)[1]), cos, sin)
     if not (plain - plain[:, :, :1]).norm() < (1e-3 if rows.dtype == torch.float32 else 5e-2) * plain.norm():
         raise ValueError(
             f"The keys that {name} caches in layers {list(target_kv_layer_ids)} are not rotated as the drafter's are "
-            "(another pairing of channels, no rotation, or positions elsewhere), so RoPE cannot be taken off them; "
-            "use context_kv_rope='kept', or other target_kv_layer_ids."
+            "(another pairing of channels, no rotation, or other frequencies: those of a target that was cast behind "
+            "its loading are rounded, load it with dtype=), so RoPE cannot be taken off them; use "
+            "context_kv_rope='kept', or other target_kv_layer_ids."
         )
 
 

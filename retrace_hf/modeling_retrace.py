@@ -1,5 +1,6 @@
 """The drafter: a DFlash backbone whose block may be conditioned on a rejected trajectory."""
 
+import copy
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -53,6 +54,17 @@ class RetraceRotaryEmbedding(Qwen3RotaryEmbedding):
         rotary_dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    def _apply(self, fn, recurse: bool = True):
+        # What moves a drafter may also cast it, from_dflash() for one: rounded frequencies would be those of no saved
+        # drafter, and off by whole turns at late positions.
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = getattr(self, name)
+            if moved.dtype != buffer.dtype and not buffer.is_meta:
+                setattr(self, name, buffer.to(moved.device))
+        return self
 
     def forward(self, x: torch.Tensor, position_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.rope_type not in GROWING_ROPES:
@@ -298,6 +310,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         self.trajectory = TrajectoryFusion(config) if config.conditioning in ("gated", "corrected") else None
         self.item_slot_embedding = ItemSlotEmbedding(config) if config.item_slots else None
         self.step_embedding = StepEmbedding(config) if config.step_embeddings else None
+        self._built_for = {name: copy.copy(getattr(config, name)) for name in CONTEXT_FIELDS}
         self.gradient_checkpointing = False
         self.add_model_tags(["retrace", "speculative-decoding"])
         self.post_init()
@@ -399,6 +412,13 @@ class RetraceDrafter(RetracePreTrainedModel):
     def check_modules(self) -> None:
         """Raises a ValueError if the config, whose fields may be set on a loaded drafter, asks for what it lacks."""
         self.config.check()
+        for name, built in self._built_for.items():
+            value = getattr(self.config, name)
+            if value != built:
+                raise ValueError(
+                    f"{name} was set to {value!r} on a drafter that was made with {built!r}, whose weights read that; "
+                    f"set it back, or make another drafter with from_target() or from_dflash(..., {name}={value!r})."
+                )
         if self.config.item_slots:
             rows = self._required("item_slot_embedding", "item_slots").table.num_embeddings
             wanted = self.config.item_slots + (self.config.item_separator_id is not None)

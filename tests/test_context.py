@@ -762,6 +762,14 @@ def test_configs_that_cannot_be():
         ({"context_fusion": "kv", **kv, "context_kv_rope": "maybe"}, "context_kv_rope is 'maybe'"),
         ({"context_fusion": "kv", **kv, "context_kv_rope": "reapplied", "head_dim": 64}, "head_dim is 64 there"),
         ({"context_fusion": "layerwise", "context_kv_rope": "reapplied"}, "context_kv_rope without effect"),
+        ({"context_fusion": "kv", **kv, "target_kv_layer_ids": [3, 1]}, "target_kv_layer_ids is .3, 1.*ascending"),
+        ({"context_fusion": "kv", **kv, "target_kv_layer_ids": [-1, 1]}, "target_kv_layer_ids is .-1.*from 0"),
+        ({"context_fusion": "kv", **kv, "target_kv_layer_ids": [6], "num_target_layers": 6}, "num_target_layers=6"),
+        ({"context_fusion": "kv", **kv, "target_head_dim": -8}, "target_head_dim is -8; it must be at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; it must be at least 1"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0"),
+        ({"rope_parameters": {"rope_type": "none", "rope_theta": 1e4}}, "rope_type 'none'; it must be one of"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "partial_rotary_factor 2.0"),
     ):
         with pytest.raises(ValueError, match=fault):
             RetraceConfig(**fields)
@@ -773,6 +781,44 @@ def test_configs_that_cannot_be():
 def test_a_plain_cache_lacks_the_second_stream():
     drafter = odd_drafter(context_fusion="hybrid")
     assert len(new_draft_cache(drafter.config).layers) == 2 * len(DFlashCache(config=drafter.config).layers)
+
+
+def test_a_context_set_on_a_made_drafter_is_refused_before_the_target_runs(target, prompt, monkeypatch):
+    """Weights and the modules around them were made for what the config said then."""
+    monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: pytest.fail("the target ran"))
+    other = {"shared": "hybrid", "layerwise": "shared", "kv": "layerwise", "hybrid": "kv"}
+    for fusion, wanted in other.items():
+        drafter, config = (tiny_drafter(target, context_fusion=one) for one in (fusion, wanted))
+        for name in CONTEXT_FIELDS:
+            setattr(drafter.config, name, getattr(config.config, name))
+        with pytest.raises(ValueError, match=f"context_fusion was set to '{wanted}' on a drafter .* set it back"):
+            plain(target, prompt, assistant_model=drafter)
+    for name, value in (("context_kv_rope", "reapplied"), ("target_kv_layer_ids", [2, 3])):
+        drafter = tiny_drafter(target, context_fusion="kv")
+        setattr(drafter.config, name, value)
+        with pytest.raises(ValueError, match=f"{name} was set to"):
+            plain(target, prompt, assistant_model=drafter)
+
+
+def test_keys_of_a_target_with_attention_sinks_are_unrotated():
+    """There a token sees the less of itself the earlier it stands, unless it stands alone."""
+    check_training_equals_decoding("gpt_oss", "corrected", context_fusion="kv", **REAPPLIED)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "linear"])
+def test_a_rotation_that_differs_only_far_behind_is_seen(kind):
+    """A DFlash may have been made for its target before the target's context was stretched."""
+    plain_rope = {"rope_type": "default", "rope_theta": 1e6}
+    rope = {**plain_rope, "rope_type": kind, "factor": 8.0}
+    if kind != "linear":
+        rope["original_max_position_embeddings"] = 8192
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    target = tiny_target("llama", rope_parameters=rope, max_position_embeddings=65536)
+    fields = {"context_fusion": "kv", **REAPPLIED}
+    assert tiny_drafter(target, **fields).config.rope_parameters["rope_type"] == kind
+    with pytest.raises(ValueError, match="not rotated as the drafter's.*other frequencies"):
+        tiny_drafter(target, rope_parameters=plain_rope, **fields)
 
 
 @pytest.mark.parametrize("family", ["glm4", "cohere"])

@@ -55,6 +55,7 @@ CONTRACTS = {
     # torch's
     "_forward_hooks": "test_module_hooks",
     "_forward_pre_hooks": "test_module_hooks",
+    "_apply": "test_modules_are_cast",
 }
 
 
@@ -594,6 +595,22 @@ def test_configs_name_their_origin():
     assert hasattr(tiny_model().config, "_name_or_path"), moved(
         "a config does not name its origin as _name_or_path", "data/features.py target_fingerprint()"
     )
+
+
+def test_modules_are_cast():
+    stands = "modeling_retrace.py RetraceRotaryEmbedding._apply()"
+    asked = []
+
+    class Rotary(torch.nn.Module):
+        def _apply(self, fn, recurse=True):
+            asked.append(fn(torch.ones(1)).dtype)
+            return super()._apply(fn, recurse)
+
+    assert parameters(torch.nn.Module._apply) == ["self", "fn", "recurse"], moved("Module._apply has changed", stands)
+    module = torch.nn.Sequential(Rotary())
+    module.to(torch.bfloat16).half().float().to("cpu")
+    expected = [torch.bfloat16, torch.float16, torch.float32, torch.float32]
+    assert asked == expected, moved("Casts of a module do not come through its parts' _apply", stands)
 
 
 def test_module_hooks():

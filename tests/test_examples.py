@@ -442,6 +442,23 @@ def test_the_ablation_trains_measures_and_goes_on(folder, run, tmp_path, monkeyp
     run.fails("ablation.py", *options, "--depths", 2, message="--init_from brings its own layers")
 
 
+def test_the_ablation_knows_what_it_cannot_do_before_it_trains(run, tmp_path):
+    """train_retrace.py takes dashes for underscores: none of its options is another one here for that."""
+    options = ["--responses", "none.jsonl", "--output_dir", tmp_path / "out"]
+    for more, message in (
+        (["--max-steps", 3], "--max_steps is set here for each arm"),
+        (["--learning-rate=1"], "--learning_rate=1 is set here for each arm"),
+        (["--init-from", "x", "--depths", 2], "--init_from brings its own layers"),
+        (["--depths", 0], "--depths must be at least 1"),
+        (["--seeds", 1, -1], "--seeds must be at least 0"),
+        (["--timed_prompts", 0], "--timed_prompts must be at least 1"),
+        (["--limit_prompts", 0], "--limit_prompts must be at least 1"),
+        (["--eval-batch-size", 0], "--eval_batch_size must be at least 1"),
+    ):
+        run.fails("ablation.py", *options, *more, message=message)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_the_ablation_joins_seeds_prompt_by_prompt(folder, run, tmp_path):
     """A row for every seed; and the ratio over all rounds of all seeds, which lies between the seeds' own."""

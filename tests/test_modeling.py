@@ -1,5 +1,6 @@
 """The drafter alone: its forward against a naive DFlash, its shape from a target, what it saves and loads."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -312,6 +313,23 @@ def test_rope_agrees_with_the_config_before_and_after_reload(target, rope, tmp_p
         assert_close(drafter.rotary_emb.inv_freq, expected)
     inputs = inputs_for(drafter)
     assert torch.equal(drafter(**inputs).last_hidden_state, reloaded(**inputs).last_hidden_state)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "yarn"])
+def test_rotary_frequencies_are_never_rounded(target, rope_type, tmp_path):
+    """Published DFlashs are bfloat16; opened as the start of a ReTrace, cast, trained in float32: the frequencies are
+    those that the saved drafter will have."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    drafter = tiny_drafter(target, "none", rope_parameters=rope)
+    exact = drafter.rotary_emb.inv_freq.clone()
+    drafter.to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded, opened = RetraceDrafter.from_pretrained(tmp_path), RetraceDrafter.from_dflash(tmp_path)
+    assert opened.dtype == loaded.dtype == torch.bfloat16
+    for one in (drafter, loaded, opened, copy.deepcopy(opened).float(), drafter.half(), drafter.to("cpu")):
+        assert one.rotary_emb.inv_freq.dtype == torch.float32
+        assert torch.equal(one.rotary_emb.inv_freq, exact)
+        assert torch.equal(one.rotary_emb.original_inv_freq, exact)
+    assert drafter.to("meta").rotary_emb.inv_freq.is_meta
 
 
 def test_what_from_target_refuses(target):

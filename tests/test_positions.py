@@ -113,6 +113,8 @@ def test_behind_text_without_items_nothing_is_known():
         ({"item_slots": 2, "item_token_ranges": [[0, 5], [9, 9]]}, "not empty"),
         ({"item_slots": 2, "item_token_ranges": [[0, 5], [-3, 0]]}, r"\[-3, 0\]"),
         ({"item_slots": 2, "item_token_ranges": [[0, 5], [6, 7, 8]]}, r"\[first, end\)"),
+        ({"item_slots": 2, "item_token_ranges": [["a", 5], [6, 7]]}, "has .'a', 5"),
+        ({"item_slots": 2, "item_token_ranges": [[0, 4.5], [6, 7]]}, "has .0, 4.5"),
         ({"item_slots": 2, "item_token_ranges": [0, 5]}, r"has 0; a range is \[first, end\)"),
         ({**ITEMS, "item_separator_id": 200}, "item_separator_id 200 is outside"),
         ({**ITEMS, "item_separator_id": 60}, "item_separator_id 60 is within"),
