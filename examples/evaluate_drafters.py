@@ -58,15 +58,18 @@ def parse_args():
     parser.add_argument("--arm", action="append", default=[], metavar="NAME=FOLDER", help="or NAME=HUB_ID")
     parser.add_argument("--baseline", help="arm that the others' tau is divided by; sft where there is one")
     parser.add_argument("--generate", metavar="NAME", help="arm to run through generate() as well")
-    parser.add_argument("--generate-limit", type=int, help="prompts of each kind at most to run through generate()")
+    parser.add_argument(
+        "--generate-limit", "--generate_limit", type=int, help="prompts of each kind at most to run through generate()"
+    )
     parser.add_argument(
         "--generate-rest",
+        "--generate_rest",
         action="store_true",
         help="run the prompts beyond --generate-limit through generate() too, with that arm alone and untimed",
     )
     parser.add_argument("--output", default="runs/eval/results.json")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=43)
+    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=int, default=128)
+    parser.add_argument("--batch-size", "--batch_size", type=int, default=43)
     parser.add_argument("--limit", type=int, help="prompts of each kind at most")
     args = parser.parse_args()
     if not args.arm or not all("=" in arm for arm in args.arm):

@@ -46,8 +46,8 @@ def parse_args():
     parser.add_argument("--target", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", default=str(Path(__file__).parent / "data" / "eval_prompts.jsonl"))
     parser.add_argument("--output", type=Path, default=Path("runs/signal"))
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--batch_size", type=int, default=43, help="prompts answered at once")
+    parser.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=128)
+    parser.add_argument("--batch_size", "--batch-size", type=int, default=43, help="prompts answered at once")
     parser.add_argument("--limit", type=int, help="prompts of each kind at most")
     args = parser.parse_args()
     for option, least in (("limit", 1), ("batch_size", 1), ("max_new_tokens", 2)):

@@ -32,6 +32,8 @@ def read_history(run: Path) -> list[dict]:
             if newest is None:
                 raise ValueError(f"{run} holds no {TRAINER_STATE_NAME} and no whole checkpoint; name a run's folder.")
             file = Path(newest, TRAINER_STATE_NAME)
+    if not file.is_file():
+        raise ValueError(f"There is no {run}; name the folder of a run, or its {TRAINER_STATE_NAME}.")
     return json.loads(file.read_text(encoding="utf-8"))["log_history"]
 
 

@@ -155,7 +155,11 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
         )
     mask_token = script.mask_token or MASK_TOKEN
     if mask_token not in tokenizer.get_vocab():
-        raise ValueError(f"--mask_token {mask_token!r} is not in the vocabulary of {script.target}.")
+        special = ", ".join(list(dict.fromkeys(tokenizer.all_special_tokens))[:20]) or "none"
+        raise ValueError(
+            f"--mask_token {mask_token!r} is not in the vocabulary of {script.target}; name a token that its texts "
+            f"never hold, such as an unused special one (its special tokens: {special})."
+        )
     return RetraceDrafter.from_target(
         target,
         mask_token_id=tokenizer.convert_tokens_to_ids(mask_token),

@@ -77,7 +77,10 @@ def prepare(
         print("retrace-hf: stopped; what is written is kept, and the same command goes on.", file=sys.stderr)
         raise typer.Exit(130) from None
     print(json.dumps(counts, ensure_ascii=False))
-    print(f"To train on it: python examples/train_retrace.py --responses {output_dir}/tokens_*.jsonl.gz ...")
+    print(
+        f"To train on it: python examples/train_retrace.py --target {target} --responses "
+        f"{output_dir}/tokens_*.jsonl.gz --output_dir ..."
+    )
 
 
 class _SeveralValues(TyperCommand):

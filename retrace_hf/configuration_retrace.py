@@ -1,5 +1,7 @@
 """Configuration of a ReTrace drafter."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from numbers import Integral
 
 from huggingface_hub.dataclasses import strict
@@ -295,6 +297,17 @@ class RetraceConfig(PreTrainedConfig):
             raise ValueError(
                 f"item_separator_id and mask_token_id are both {separator}; the mask token must never stand in the "
                 "text, name another."
+            )
+
+
+def check_fields(names: Iterable[str]):
+    """Raises a ValueError for a name that is no field of the config, which would keep it and never read it."""
+    known = {*RetraceConfig.__dataclass_fields__, "attn_implementation", "rope_scaling", "rope_theta"}
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise ValueError(
+                f"RetraceConfig has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
             )
 
 

@@ -25,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import find_adapter_config_file
 
 from .candidate_generator import RetraceCandidateGenerator
-from .configuration_retrace import CONTEXT_FIELDS, READS_TARGET_KV, RetraceConfig
+from .configuration_retrace import CONTEXT_FIELDS, READS_TARGET_KV, RetraceConfig, check_fields
 from .context import (
     HybridGate,
     LayerwiseFusion,
@@ -539,10 +539,12 @@ class RetraceDrafter(RetracePreTrainedModel):
             config: Other fields of [`RetraceConfig`], e.g. `conditioning`, `context_fusion`.
 
         Raises:
-            ValueError: no mask token, or a target that a block drafter cannot serve, or not with this context.
+            ValueError: no mask token, a field that the config does not have, or a target that a block drafter cannot
+                serve, or not with this context.
         """
         from .initialization import check_kv_reading, config_for_target, initialize_from_target
 
+        check_fields(config)
         drafter = cls(
             config_for_target(
                 target,
@@ -593,8 +595,8 @@ class RetraceDrafter(RetracePreTrainedModel):
             config: Fields of [`RetraceConfig`] to set, e.g. `conditioning` (default `"corrected"`).
 
         Raises:
-            ValueError: another layout, keys that do not match the backbone, or a context that the checkpoint's cannot
-                become.
+            ValueError: another layout, an unknown field, keys that do not match the backbone, or a
+                context that the checkpoint's cannot become.
         """
         from .conversion import (
             changed_fusion,
@@ -605,6 +607,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         )
         from .initialization import check_kv_reading, start_from_shared
 
+        check_fields(config)
         fields, state = load_dflash(path_or_model)
         if target is not None:
             fields = complete_from_target(fields, target.config)

@@ -100,6 +100,8 @@ def test_native_layout(dflash, tmp_path):
     assert same_states(RetraceDrafter.from_dflash(native, **fields), native)
     with pytest.raises(ValueError, match="num_target_layers"):
         RetraceDrafter.from_dflash(tmp_path)
+    with pytest.raises(ValueError, match="no field 'contextfusion'; did you mean 'context_fusion'"):
+        RetraceDrafter.from_dflash(tmp_path, **fields, contextfusion="hybrid")
 
 
 @pytest.mark.parametrize("conditioning", ["none", "overwrite", "gated", "corrected"])

@@ -240,6 +240,9 @@ def test_rows_with_nothing_to_learn_are_counted_and_dropped(tmp_path, tokenizer,
     counts = Counter()
     dataset = tokenize_responses(path, tokenizer, counts=counts)
     assert dataset["id"][:] == ["a"] and counts["dropped"] == 1 and "Dropped 1 of 2" in caplog.text
+    (tmp_path / "none.jsonl").write_text("")
+    with pytest.raises(ValueError, match="none.jsonl: no rows"):
+        tokenize_responses(tmp_path / "none.jsonl", tokenizer)
     with pytest.raises(ValueError, match="None of the 2 rows .* anything to learn"):
         tokenize_responses(path, tokenizer, max_length=10)
     with pytest.raises(ValueError, match="max_length must be at least 1"):
@@ -307,6 +310,9 @@ def test_collator_names_what_is_wrong():
         collator([row | {"loss_mask": [1]}])
     with pytest.raises(ValueError, match="empty batch"):
         collator([])
+    for ids in ([5, 6, 9], [5, -1, 6]):
+        with pytest.raises(ValueError, match="vocabulary has 9; tokenise"):
+            RetraceDataCollator(vocab_size=9)([row | {"input_ids": ids}])
 
 
 # Features

@@ -184,6 +184,7 @@ def test_prompts_of_each_form_and_what_is_none(tmp_path, target):
         ([{"text": "a"}], r"Row 0 of eval_prompts has the columns \['text'\]"),
         ([{"prompt_ids": [1]}, {"prompt_ids": []}], "Row 1 of eval_prompts is an empty prompt"),
         ([{"prompt": "a"}], "processing_class"),
+        (["a"], "Row 0 of eval_prompts is a str"),
     ):
         with pytest.raises(ValueError, match=message):
             make(tiny_drafter(target), target, tmp_path, rows)

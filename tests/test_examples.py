@@ -192,7 +192,7 @@ def test_training_refuses_to_mix_two_runs_and_an_unknown_mask_token(folder, run,
         run.fails("train_retrace.py", *common, *after, *changed, "--output_dir", folder / "corrected", message=message)
     assert json.loads((folder / "corrected" / "training.json").read_text())["finished"]
     for changed, message in (
-        (["--mask_token", "<no such token>"], "--mask_token '<no such token>' is not in the vocabulary"),
+        (["--mask_token", "<no such token>"], "--mask_token '<no such token>' is not in the vocabulary .* special"),
         ([*after, "--num_draft_layers", 5], "--num_draft_layers go with a new drafter"),
         (["--init_from", folder / "nowhere"], "nowhere is neither a folder nor a repository"),
     ):
@@ -213,6 +213,7 @@ def test_measuring_refuses_what_it_cannot_do_before_it_starts(folder, run, tmp_p
         ([*arm, "--generate", "x"], "--generate x names no --arm"),
         ([*arm, "--generate-rest"], "--generate-rest goes with --generate"),
         ([*arm, "--limit", 0], "--limit must be at least 1"),
+        ([*arm, "--max_new_tokens", 1], "--max-new-tokens must be at least 2"),
         ([*arm, "--max-new-tokens", 1], "--max-new-tokens must be at least 2"),
         ([*arm, "--output", tmp_path], "is a folder"),
     ):
@@ -394,6 +395,7 @@ def test_a_curve_of_tau_against_tokens(folder, traffic, run, tmp_path, monkeypat
     assert (tmp_path / "b.png").is_file()
     run.fails("plot_learning_curve.py", tmp_path, message="no trainer_state.json and no whole checkpoint")
     run.fails("plot_learning_curve.py", tmp_path, "--output", "x.pdf", message="must end in .png")
+    run.fails("plot_learning_curve.py", tmp_path / "nowhere", message="There is no .*nowhere; name the folder")
     old = {"log_history": [{"tau_fresh": 2.0, "step": 1}]}
     (tmp_path / "old.json").write_text(json.dumps(old))
     run.fails("plot_learning_curve.py", tmp_path / "old.json", message="without num_input_tokens_seen; train with")

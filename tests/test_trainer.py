@@ -691,3 +691,10 @@ def test_each_fault_costs_acceptance(target, tmp_path, monkeypatch, fault):
     if fault == "tap index":
         monkeypatch.setattr(rollout, "captured_layers", lambda ids, layers, with_last: True)
     assert overfit(target, tmp_path) < 0.6 * BLOCK_SIZE
+
+
+def test_tokens_beyond_the_targets_vocabulary_are_refused(target, tmp_path):
+    rows = [{"input_ids": [1] * 20 + [target.config.vocab_size], "loss_mask": [1] * 21}]
+    trainer = make_trainer(tiny_drafter(target), target, tmp_path, rows)
+    with pytest.raises(ValueError, match="tokenise the rows with the target's own tokenizer"):
+        trainer.train()

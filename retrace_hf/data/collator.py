@@ -21,6 +21,8 @@ class RetraceDataCollator:
             `row` (its `last_size`, if it has one, says how many of the columns are the last hidden state). With it
             the batch carries `context_hidden_states`, and every row needs the column `"row"`, its index in the
             dataset the features were built from.
+        vocab_size (`int`, *optional*):
+            The target's embedding rows. With it a row of tokens beyond them is refused; the trainer sets it.
 
     Returns:
         `dict[str, torch.Tensor]`: `input_ids` `[b, S]` int64, `attention_mask` `[b, S]` int64, `loss_mask` `[b, S]`
@@ -29,11 +31,13 @@ class RetraceDataCollator:
 
     Raises:
         `ValueError`: an empty batch, a row without tokens or mask, a mask of another length than its tokens,
+        tokens beyond the vocabulary,
         `features` without the column `"row"`, or features of another length than the row's tokens.
     """
 
     pad_token_id: int = 0
     features: object | None = None
+    vocab_size: int | None = None
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         if not rows:
@@ -56,6 +60,16 @@ class RetraceDataCollator:
         }
         for i, (row, length) in enumerate(zip(rows, lengths)):
             batch["input_ids"][i, :length] = torch.as_tensor(row["input_ids"], dtype=torch.int64)
+            tokens = batch["input_ids"][i, :length]
+            if (
+                self.vocab_size is not None
+                and length
+                and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size
+            ):
+                raise ValueError(
+                    f"Row {row.get('id', i)!r} has tokens {int(tokens.min())} to {int(tokens.max())} and the target's "
+                    f"vocabulary has {self.vocab_size}; tokenise the rows with the target's own tokenizer."
+                )
             batch["attention_mask"][i, :length] = 1
             batch["loss_mask"][i, :length] = torch.as_tensor(row["loss_mask"], dtype=torch.bool)
 

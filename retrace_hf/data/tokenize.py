@@ -295,6 +295,8 @@ def tokenize_responses(
             counts["learnt_tokens"] += sum(row["loss_mask"])
             rows.append(row)
 
+    if not counts["rows"]:
+        raise ValueError(f"{', '.join(map(str, paths))}: no rows; give responses of `retrace-hf prepare`.")
     if not rows:
         raise ValueError(
             f"None of the {counts['rows']} rows of {', '.join(map(str, paths))} has anything to learn: every answer "

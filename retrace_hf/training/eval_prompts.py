@@ -1,7 +1,7 @@
 """Acceptance while training, the real one: held-out prompts that are drafted with `generate()`."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ def read_eval_rows(rows: Iterable[dict], tokenizer=None) -> list[EvalPrompt]:
     """
     prompts = []
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"Row {number} of eval_prompts is a {type(row).__name__}; give {{'prompt': text}}.")
         ids = row.get("prompt_ids")
         if ids is None:
             messages = row.get("messages")

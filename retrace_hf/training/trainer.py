@@ -4,6 +4,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -112,6 +113,11 @@ class RetraceTrainer(Trainer):
         self._sums = {True: defaultdict(float), False: defaultdict(float)}
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         if isinstance(self.data_collator, RetraceDataCollator):
+            if self.data_collator.vocab_size is None:
+                # ZeRO-3 leaves no rows in the weight; the module still knows their number.
+                embeddings = target.get_input_embeddings()
+                rows = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+                self.data_collator = replace(self.data_collator, vocab_size=rows)
             _check_rows(self.train_dataset, "train_dataset")
             _check_rows(self.eval_dataset, "eval_dataset")
         check_fsdp(getattr(self.accelerator.state, "fsdp_plugin", None))
