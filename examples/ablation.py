@@ -55,6 +55,7 @@ LEAST = {
     **{"stage1_steps": 1, "stage2_steps": 1, "num_carried_rounds": 1, "max_new_tokens": 2, "limit_prompts": 1},
     **{"eval_batch_size": 1, "timed_prompts": 1, "depths": 1, "seeds": 0},
 }
+DESTINATIONS = {"limit_prompts": "limit", "eval_batch_size": "batch_size"}  # as evaluate_drafters.py calls them
 ARMS = {"none": "SFT control", "corrected": "ReTrace"}
 REAPPLIED = "-reapplied"
 CONTEXTS = (*CONTEXT_FUSIONS, *(fusion + REAPPLIED for fusion in READS_TARGET_KV))
@@ -65,7 +66,7 @@ class Group(NamedTuple):
 
     context: str  # one of CONTEXTS
     depth: int  # draft layers
-    seed: int
+    seed: int | None  # of training; None: all of them
 
 
 def parse_args():
@@ -108,7 +109,7 @@ def parse_args():
         if len(set(getattr(args, option))) < len(getattr(args, option)):
             parser.error(f"--{option} names one of them twice.")
     for option, least in LEAST.items():
-        given = getattr(args, {"limit_prompts": "limit", "eval_batch_size": "batch_size"}.get(option, option))
+        given = getattr(args, DESTINATIONS.get(option, option))
         if given is not None and min(given if isinstance(given, list) else [given]) < least:
             parser.error(f"--{option} must be at least {least}.")
     return args
@@ -130,7 +131,7 @@ def groups(args) -> list[Group]:
 def name_of(args, group: Group, *arm: str) -> str:
     """Of a run's folder and its row, or of its group; what is the same for all runs is left out."""
     depth = [str(group.depth)] if len(args.depths) > 1 else []
-    seed = [f"seed{group.seed}"] if len(args.seeds) > 1 else []
+    seed = [f"seed{group.seed}"] if len(args.seeds) > 1 and group.seed is not None else []
     return "-".join([group.context, *depth, *seed, *arm])
 
 
@@ -312,11 +313,12 @@ def ratios(args, played: dict[str, list[AcceptanceStats]], pairs: list[tuple[Gro
         name = name_of(args, group, arm)
         one, other = played[name], played[name_of(args, other_group, other_arm)]
         found[name] = bootstrap_ratio(one, other)
-        over_seeds.setdefault(name.replace(f"-seed{group.seed}", ""), []).append((one, other, found[name]["ratio"]))
+        over_seeds.setdefault(name_of(args, group._replace(seed=None), arm), []).append((one, other, found[name]))
     if len(args.seeds) > 1:
         for name, same in over_seeds.items():
             ones, others, each = zip(*same)
-            found[name] = {**bootstrap_ratio(by_prompt(ones), by_prompt(others)), "seeds": list(each)}
+            all_seeds = bootstrap_ratio(by_prompt(ones), by_prompt(others))
+            found[name] = {**all_seeds, "seeds": [ratio["ratio"] for ratio in each]}
     return found
 
 

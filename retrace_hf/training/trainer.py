@@ -114,9 +114,7 @@ class RetraceTrainer(Trainer):
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         if isinstance(self.data_collator, RetraceDataCollator):
             if self.data_collator.vocab_size is None:
-                # ZeRO-3 leaves no rows in the weight; the module still knows their number.
-                embeddings = target.get_input_embeddings()
-                rows = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+                rows = target.get_input_embeddings().weight.shape[0]  # whole: it is sharded below
                 self.data_collator = replace(self.data_collator, vocab_size=rows)
             _check_rows(self.train_dataset, "train_dataset")
             _check_rows(self.eval_dataset, "eval_dataset")
