@@ -620,8 +620,13 @@ def test_command(home, undisturbed, tmp_path, monkeypatch, capsys):
     fixed = ["--target", home / "target", "--max-new-tokens", 12, "--shard-size", 4, "--batch-size", 4]
     run = ["prepare", home / "prompts.jsonl", "--output-dir", tmp_path / "out", *fixed]
     with monkeypatch.context() as patch:
+        # What a shell starts in the background ignores Ctrl-C, these tests too.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         patch.setattr(prepare_module, "answer_chats", lambda *_: signal.raise_signal(signal.SIGINT))
-        assert run_command(patch, *run) == 130
+        try:
+            assert run_command(patch, *run) == 130
+        finally:
+            signal.signal(signal.SIGINT, before)
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == "retrace-hf: stopped; what is written is kept, and the same command goes on."
     assert run_command(monkeypatch, *run) == 0
