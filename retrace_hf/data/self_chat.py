@@ -165,7 +165,7 @@ def chat_rows(
     chats = [_Chat(parts, max_user_tokens, max_answer_tokens, words) for words in prompts]
     device = target.get_input_embeddings().weight.device
     config = target.config.get_text_config(decoder=True)
-    cache = roomy_cache(config.num_hidden_layers, length)
+    cache = roomy_cache(config, length)
     logits_of = _float32_head(target)
     unsaid = torch.tensor([i for i in tokenizer.all_special_ids if i != parts.end], dtype=torch.long, device=device)
     ids = torch.tensor([[chat.take(-1, -1) for _ in parts.start] for chat in chats], device=device)
