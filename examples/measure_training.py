@@ -10,7 +10,8 @@ a vocabulary of 1,000: attention and states, which grow with the anchors whateve
 
 Speed: drafted blocks a second (every anchor counts once a round) on SmolLM2's own answers, in stage 1 and stage 2, and
 the share of each part of a step. "Products" is the time that the step's matrix products (mm, addmm, bmm) take when they
-are run again by themselves, on random numbers: what a step could at best come down to with the same products.
+are run again by themselves, on random numbers: what a step could at best come down to with the same products. Where other
+programs share the machine, `OMP_NUM_THREADS=1` and `--processor-time` measure what this one alone takes of it.
 """
 
 import argparse
@@ -63,6 +64,7 @@ def parse_args():
     speed.add_argument("--stage1-soft-share", type=float, default=0.0, help="soft_share of stage 1; stage 2 has 0.5")
     speed.add_argument("--muon", action="store_true")
     speed.add_argument("--steps", type=int, default=3, help="steps that are timed, behind one that is not")
+    speed.add_argument("--processor-time", action="store_true", help="seconds of this process, not of the clock")
     speed.add_argument("--features-dir", help="where to keep the target's features; a temporary folder by default")
     speed.add_argument("--output", help="file for the table")
     return parser.parse_args()
@@ -127,9 +129,9 @@ PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 class Products(TorchDispatchMode):
     """Notes the matrix products made inside, and runs them again."""
 
-    def __init__(self):
+    def __init__(self, clock):
         super().__init__()
-        self.noted = Counter()
+        self.noted, self.clock = Counter(), clock
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in PRODUCTS:
@@ -142,19 +144,18 @@ class Products(TorchDispatchMode):
         for (function, kinds), count in self.noted.items():
             args = [torch.empty_strided(size, stride, dtype=dtype).normal_() for size, stride, dtype in kinds]
             function(*args)
-            start = time.perf_counter()
+            start = self.clock()
             for _ in range(3):
                 function(*args)
-            total += count * (time.perf_counter() - start) / 3
+            total += count * (self.clock() - start) / 3
         return total
 
 
 class StepTimes(TrainerCallback):
-    """Notes when each step ends and what it drafted, and counts the products of the first one. Products only what it
-    needs: the step that is counted is not timed."""
+    """Notes when each step ends, and the products of the first one, which is not timed."""
 
-    def __init__(self):
-        self.ends, self.products = [], Products()
+    def __init__(self, clock):
+        self.ends, self.clock, self.products = [], clock, Products(clock)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
@@ -163,7 +164,7 @@ class StepTimes(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1:
             self.products.__exit__(None, None, None)
-        self.ends.append(time.perf_counter())
+        self.ends.append(self.clock())
 
 
 def speed_trainer(args, stage: int, dtype: str, folder: str):
@@ -223,14 +224,15 @@ def speed_row(args, stage: int, dtype: str) -> str:
     """One row of the table: a few steps of real training, with a clock round each part."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         trainer = speed_trainer(args, stage, dtype, folder)
-        times = StepTimes()
+        clock = time.process_time if args.processor_time else time.perf_counter
+        times = StepTimes(clock)
         trainer.add_callback(times)
         trainer.create_optimizer()
         logs = {part: [] for part in PARTS[:-1]}
         drafted, real = [], trainer_module.draft_blocks
 
         def counting(model, embedding, ids, features, blocks, *rest):
-            drafted.append((time.perf_counter(), int(blocks.valid.sum())))
+            drafted.append((clock(), int(blocks.valid.sum())))
             return real(model, embedding, ids, features, blocks, *rest)
 
         trainer_module.draft_blocks = counting
@@ -245,7 +247,7 @@ def speed_row(args, stage: int, dtype: str) -> str:
             (trainer.accelerator, "clip_grad_norm_", "optimizer"),
             (trainer.optimizer, "step", "optimizer"),
         ):
-            stack.enter_context(timed(owner, name, logs[part]))
+            stack.enter_context(timed(owner, name, logs[part], clock))
         trainer.train()
     start, end = times.ends[0], times.ends[-1]
     blocks = sum(count for moment, count in drafted if start <= moment < end)
@@ -273,7 +275,8 @@ def measure_speed(args):
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     lines = [
         f"{processor()}; {versions}; loss_chunk_size {args.speed_chunk}, soft_share {args.stage1_soft_share:g} in "
-        f"stage 1 and 0.5 in stage 2, {'Muon' if args.muon else 'AdamW'}; {args.steps} steps of {RESPONSES.name}.\n",
+        f"stage 1 and 0.5 in stage 2, {'Muon' if args.muon else 'AdamW'}; {args.steps} steps of {RESPONSES.name}, "
+        f"{'processor' if args.processor_time else 'clock'} time.\n",
         "| stage | dtype | texts | anchors | s a step | blocks/s | blocks/s, products alone | "
         + " | ".join(PARTS)
         + " |",
