@@ -15,6 +15,7 @@ from ..noise import block_inputs
 from ..positions import block_positions
 from ..roomy_cache import roomy_cache
 from ..trajectory import RejectedTrajectory, align_trajectory
+from .block_attention import BlockAttention, visible_context
 
 
 class Blocks(NamedTuple):
@@ -99,12 +100,6 @@ def scoring_states(last: torch.Tensor, blocks: Blocks, block_size: int) -> torch
 
 # Who may look where, by index: the one rule that dense masks and flex_attention's are both built from.
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def visible_context(anchors: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Every slot of a block sees the context strictly before its anchor, or only the last `window` tokens of it."""
-    seen = keys < anchors
-    return seen if window is None else seen & (keys >= anchors - window)
 
 
 def visible_block(queries: torch.Tensor, keys: torch.Tensor, block_size: int, causal: bool) -> torch.Tensor:
@@ -209,18 +204,28 @@ def draft_blocks(
     config = module.config
     batch_size, num_anchors = blocks.anchors.shape
     inputs = block_inputs(embedding, input_ids.gather(1, blocks.anchors), module)
-    num_queries = num_anchors * config.block_size
     context_positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(batch_size, -1)
     positions = torch.cat([context_positions, block_positions(blocks.anchors, config.block_size)], dim=1)
-    rule = visibility(blocks, input_ids.shape[1], config.block_size, False, config.context_window)
     states = drafter(
         **inputs,
         context_hidden_states=features.to(device=module.device, dtype=module.dtype),
         position_ids=positions,
-        attention_mask=attention_mask(module, rule, batch_size, num_queries, positions.shape[1], input_ids.device),
+        attention_mask=_draft_mask(module, blocks, positions),
         trajectory=trajectory,
     ).last_hidden_state
     return states.view(batch_size, num_anchors, config.block_size, -1)
+
+
+def _draft_mask(drafter, blocks: Blocks, positions: torch.Tensor):
+    """What lets each block see its context and itself, as the drafter's attention takes it; positions of context and
+    slots `[b, S + N * B]`."""
+    config, device = drafter.config, positions.device
+    drops = drafter.training and config.attention_dropout > 0
+    if device.type == "cpu" and config._attn_implementation == "sdpa" and not drops:
+        return BlockAttention(blocks.anchors, config.block_size, config.context_window)
+    num_queries = blocks.anchors.shape[1] * config.block_size
+    rule = visibility(blocks, positions.shape[1] - num_queries, config.block_size, False, config.context_window)
+    return attention_mask(drafter, rule, positions.shape[0], num_queries, positions.shape[1], device)
 
 
 @torch.no_grad()
