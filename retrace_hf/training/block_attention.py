@@ -76,63 +76,65 @@ def _chunk(row: int, blocks: torch.Tensor, anchors: torch.Tensor, window: int | 
 
 
 class _Attend(torch.autograd.Function):
-    """Softmax attention of each chunk over its context and each block's own slots, as one row of scores."""
+    """Softmax attention of each chunk over its context and each block's own slots, as one row of scores.
+
+    Heads that share keys stand side by side, so that one product serves them all: `[b, N, kv, g, B, d]`."""
 
     @staticmethod
     def forward(ctx, queries, keys, values, chunks, block_size, scaling):
-        batch_size, num_heads, num_slots, size = queries.shape
-        kv_heads, length = keys.shape[1], keys.shape[2] - num_slots
-        ctx.shape = (batch_size, num_slots // block_size, kv_heads, num_heads // kv_heads, block_size, size)
-        ctx.chunks, ctx.scaling, ctx.length = chunks, scaling, length
+        kv_heads = keys.shape[1]
+        ctx.chunks, ctx.scaling, ctx.block_size = chunks, scaling, block_size
         with torch.autocast(queries.device.type, enabled=False):
-            # Heads that share keys stand side by side, [b, N, kv, g, B, d]: one product for all of them.
-            by_block = queries.unflatten(2, (-1, block_size)).unflatten(1, (kv_heads, -1)).permute(0, 3, 1, 2, 4, 5)
-            out = torch.empty_like(by_block, memory_format=torch.contiguous_format)
-            shares = []
+            scaled = _by_block((queries * scaling).transpose(1, 2), kv_heads, block_size)
+            out = torch.empty_like(scaled)
+            saved = []
             for chunk in chunks:
-                share = _shares(by_block, keys, chunk, length, block_size, scaling)
-                context, own = _values_of(values, chunk, length, block_size)
-                seen = chunk.end - chunk.first
-                mixed = share[..., seen:] @ own
-                mixed += (share[..., :seen].flatten(1, 2) @ context).view_as(mixed)
-                out[chunk.row, chunk.blocks] = mixed.unflatten(2, (-1, block_size)).transpose(0, 1)
-                shares.append(share)
-        ctx.save_for_backward(queries, keys, values, *shares)
-        return out.permute(0, 1, 4, 2, 3, 5).reshape(batch_size, num_slots, num_heads, size)
+                query = _of_chunk(scaled, chunk)
+                context_share, own_share = _shares(query, *_keys_of(keys, chunk, block_size, queries.shape[2]), chunk)
+                context, own = _keys_of(values, chunk, block_size, queries.shape[2])
+                mixed = own_share @ own
+                mixed += (context_share @ context).view_as(mixed)
+                _put(out, chunk, mixed)
+                saved += [context_share, own_share]
+        ctx.save_for_backward(scaled, keys, values, out, *saved)
+        return _by_slot(out)
 
     @staticmethod
     def backward(ctx, grad_out):
-        queries, keys, values, *shares = ctx.saved_tensors
-        block_size, length = ctx.shape[4], ctx.length
-        with torch.autocast(queries.device.type, enabled=False):
-            by_block = queries.unflatten(2, (-1, block_size)).unflatten(1, (ctx.shape[2], -1)).permute(0, 3, 1, 2, 4, 5)
-            grad_out = grad_out.unflatten(2, (ctx.shape[2], -1)).unflatten(1, (-1, block_size))
-            grad_out = grad_out.permute(0, 1, 3, 4, 2, 5)  # [b, N, kv, g, B, d]
-            grad_queries = torch.empty(ctx.shape, dtype=queries.dtype, device=queries.device)
+        scaled, keys, values, out, *saved = ctx.saved_tensors
+        block_size, slots = ctx.block_size, scaled.shape[1] * ctx.block_size
+        with torch.autocast(scaled.device.type, enabled=False):
+            grad_out = _by_block(grad_out, keys.shape[1], block_size)
+            # What a row of shares has in common: sum of share * (its gradient), as flash attention has it
+            common = torch.linalg.vecdot(grad_out, out)[..., None]
+            grad_queries = torch.empty_like(scaled)
             # float32, since a token's gradient is a sum over many chunks
-            grad_keys, grad_values = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (keys, values))
-            for chunk, share in zip(ctx.chunks, shares):
-                seen = chunk.end - chunk.first
-                query, grad = _of_chunk(by_block, chunk), _of_chunk(grad_out, chunk)
-                (context_k, own_k), (context_v, own_v) = (
-                    _values_of(t, chunk, length, block_size) for t in (keys, values)
-                )
-                error = torch.empty_like(share)
-                error[..., :seen] = (grad.flatten(1, 2) @ context_v.mT).view(*share.shape[:3], seen)
-                error[..., seen:] = grad @ own_v.mT
-                error = torch._softmax_backward_data(error, share, -1, share.dtype).mul_(ctx.scaling)
-                context_error, own_error = error[..., :seen].flatten(1, 2), error[..., seen:]
-                grad_query = own_error @ own_k
-                grad_query += (context_error @ context_k).view_as(grad_query)
-                grad_queries[chunk.row, chunk.blocks] = grad_query.unflatten(2, (-1, block_size)).transpose(0, 1)
-                for sums, context, own in (
-                    (grad_keys, context_error.mT @ query.flatten(1, 2), own_error.mT @ query),
-                    (grad_values, share[..., :seen].flatten(1, 2).mT @ grad.flatten(1, 2), share[..., seen:].mT @ grad),
-                ):
-                    sums[chunk.row, :, chunk.first : chunk.end] += context
-                    sums[chunk.row, :, length:].unflatten(1, (-1, block_size))[:, chunk.blocks] = own.float()
-            grad_queries = grad_queries.permute(0, 2, 3, 1, 4, 5).reshape(queries.shape)
+            grad_keys, grad_values = (torch.zeros_like(states, dtype=torch.float32) for states in (keys, values))
+            for chunk, context_share, own_share in zip(ctx.chunks, saved[::2], saved[1::2]):
+                query, grad, mean = (_of_chunk(states, chunk) for states in (scaled, grad_out, common))
+                context_keys, own_keys = _keys_of(keys, chunk, block_size, slots)
+                context_values, own_values = _keys_of(values, chunk, block_size, slots)
+                flat_grad, flat_query = grad.flatten(1, 2), query.flatten(1, 2)
+                context_error = (flat_grad @ context_values.mT).sub_(mean.flatten(1, 2)).mul_(context_share)
+                own_error = (grad @ own_values.mT).sub_(mean).mul_(own_share)
+                grad_query = own_error @ own_keys
+                grad_query += (context_error @ context_keys).view_as(grad_query)
+                _put(grad_queries, chunk, grad_query)
+                # (query^T error)^T: the narrow factor is the one that is turned
+                _add(grad_keys, chunk, slots, (flat_query.mT @ context_error).mT, own_error.mT @ query)
+                _add(grad_values, chunk, slots, (flat_grad.mT @ context_share).mT, own_share.mT @ grad)
+            grad_queries = _by_slot(grad_queries).transpose(1, 2) * ctx.scaling
         return grad_queries, grad_keys.to(keys.dtype), grad_values.to(values.dtype), None, None, None
+
+
+def _by_block(states: torch.Tensor, kv_heads: int, block_size: int) -> torch.Tensor:
+    """`[b, N * B, heads, d]` to `[b, N, kv, g, B, d]`, in one piece."""
+    return states.unflatten(2, (kv_heads, -1)).unflatten(1, (-1, block_size)).permute(0, 1, 3, 4, 2, 5).contiguous()
+
+
+def _by_slot(states: torch.Tensor) -> torch.Tensor:
+    """`[b, N, kv, g, B, d]` to `[b, N * B, heads, d]`."""
+    return states.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
 
 
 def _of_chunk(by_block: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
@@ -140,19 +142,29 @@ def _of_chunk(by_block: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
     return by_block[chunk.row, chunk.blocks].transpose(0, 1).flatten(2, 3).contiguous()
 
 
-def _values_of(states: torch.Tensor, chunk: _Chunk, length: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _put(by_block: torch.Tensor, chunk: _Chunk, states: torch.Tensor):
+    """Writes the chunk's `[kv, G, g * B, d]` into `[b, N, kv, g, B, d]`."""
+    by_block[chunk.row, chunk.blocks] = states.transpose(0, 1).unflatten(2, by_block.shape[3:5])
+
+
+def _keys_of(states: torch.Tensor, chunk: _Chunk, block_size: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys or values of the chunk's context, `[kv, n, d]`, and of its blocks' own slots, `[kv, G, B, d]`."""
-    states = states[chunk.row]
-    return states[:, chunk.first : chunk.end], states[:, length:].unflatten(1, (-1, block_size))[:, chunk.blocks]
+    own = states[chunk.row, :, -slots:].unflatten(1, (-1, block_size))
+    return states[chunk.row, :, chunk.first : chunk.end], own[:, chunk.blocks]
 
 
-def _shares(by_block, keys, chunk: _Chunk, length: int, block_size: int, scaling: float) -> torch.Tensor:
-    """Softmax of the scores over context and own slots, `[kv, G, g * B, n + B]`."""
-    query = _of_chunk(by_block, chunk)
-    context, own = _values_of(keys, chunk, length, block_size)
-    seen = chunk.end - chunk.first
-    scores = query.new_empty(*query.shape[:3], seen + block_size)
-    torch.mul((query.flatten(1, 2) @ context.mT).view(*query.shape[:3], seen), scaling, out=scores[..., :seen])
-    torch.mul(query @ own.mT, scaling, out=scores[..., seen:])
+def _add(sums: torch.Tensor, chunk: _Chunk, slots: int, context: torch.Tensor, own: torch.Tensor):
+    """Adds the gradients of [`_keys_of`] to those of all keys."""
+    sums[chunk.row, :, chunk.first : chunk.end] += context
+    sums[chunk.row, :, -slots:].unflatten(1, (-1, own.shape[2]))[:, chunk.blocks] = own.to(sums.dtype)
+
+
+def _shares(query, context_keys, own_keys, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax of the scores: shares of the context, `[kv, G * g * B, n]`, and of the own slots, `[kv, G, g * B, B]`."""
+    seen = context_keys.shape[1]
+    scores = query.new_empty(*query.shape[:3], seen + own_keys.shape[2])
+    scores[..., :seen] = (query.flatten(1, 2) @ context_keys.mT).view(*query.shape[:3], seen)
+    scores[..., seen:] = query @ own_keys.mT
     scores[..., seen - chunk.hidden.shape[-1] : seen].masked_fill_(chunk.hidden, float("-inf"))
-    return scores.softmax(-1)
+    shares = scores.softmax(-1)
+    return shares[..., :seen].flatten(1, 2).contiguous(), shares[..., seen:].contiguous()
