@@ -84,18 +84,14 @@ def block_labels(
     return input_ids[rows, places], answers.cumprod(dim=-1).bool()
 
 
-def scoring_states(last: torch.Tensor, blocks: Blocks, block_size: int) -> torch.Tensor:
-    """The target's states that scored the labels of slots 1..B-1, `last[a + k - 1]` for slot k.
-
-    Args:
-        last (`torch.Tensor` of shape `[b, S, D]`): After the final norm.
+def scored_places(blocks: Blocks, block_size: int, length: int) -> torch.Tensor:
+    """Where in a text of `length` tokens the target scored the labels of slots 1..B-1, `a + k - 1` for slot k.
 
     Returns:
-        `torch.Tensor` of shape `[b, N, B - 1, D]`; at slots beyond the text the last state, for no label.
+        `torch.LongTensor` of shape `[b, N, B - 1]`; at slots beyond the text the last place, for no label.
     """
-    places = blocks.anchors.to(last.device)[..., None] + torch.arange(block_size - 1, device=last.device)
-    rows = torch.arange(last.shape[0], device=last.device)[:, None, None]
-    return last[rows, places.clamp(max=last.shape[1] - 1)]
+    places = blocks.anchors[..., None] + torch.arange(block_size - 1, device=blocks.anchors.device)
+    return places.clamp(max=length - 1)
 
 
 # Who may look where, by index: the one rule that dense masks and flex_attention's are both built from.
