@@ -3,15 +3,16 @@
     python examples/measure_training.py
     python examples/measure_training.py --speed --output speed.md
 
-Memory: does it grow with anchors x block x vocabulary? A tiny body under Qwen3-8B's vocabulary, so that the logits are nearly all there is. For each number of anchors and
-each `loss_chunk_size`: the peak of what a step (rollout, loss, backward) makes, beside the size of all its logits. On
-a GPU the peak is the allocator's; on a CPU that of the tensors alive at once. The third column is the same step under
-a vocabulary of 1,000: attention and states, which grow with the anchors whatever the head.
+Memory: does it grow with anchors x block x vocabulary? A tiny body under Qwen3-8B's vocabulary, so that the logits are
+nearly all there is. For each number of anchors and each `loss_chunk_size`: the peak of what a step (rollout, loss,
+backward) makes, beside the size of all its logits. On a GPU the peak is the allocator's; on a CPU that of the tensors
+alive at once. The third column is the same step under a vocabulary of 1,000: attention and states, which grow with the
+anchors whatever the head.
 
 Speed: drafted blocks a second (every anchor counts once a round) on SmolLM2's own answers, in stage 1 and stage 2, and
-the share of each part of a step. "Products" is the time that the step's matrix products (mm, addmm, bmm) take when they
-are run again by themselves, on random numbers: what a step could at best come down to with the same products. Where other
-programs share the machine, `OMP_NUM_THREADS=1` and `--processor-time` measure what this one alone takes of it.
+the share of each part of a step. "Products alone" is what would be reached if a step took no longer than its matrix
+products (mm, addmm, bmm) take when they are run again by themselves, on random numbers. Where other programs share the
+machine, `OMP_NUM_THREADS=1` and `--processor-time` measure what this one alone takes of it.
 """
 
 import argparse

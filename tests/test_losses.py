@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from retrace_hf.measure import PeakMemory
-from retrace_hf.training.losses import SoftTargets, chunked_loss, decay_weights, default_gamma, dpace_weights, soft_targets
+from retrace_hf.training.losses import (
+    chunked_loss,
+    decay_weights,
+    default_gamma,
+    dpace_weights,
+    soft_targets,
+)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 20, 64])

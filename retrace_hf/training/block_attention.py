@@ -160,7 +160,7 @@ def _add(sums: torch.Tensor, chunk: _Chunk, slots: int, context: torch.Tensor, o
 
 
 def _shares(query, context_keys, own_keys, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax of the scores: shares of the context, `[kv, G * g * B, n]`, and of the own slots, `[kv, G, g * B, B]`."""
+    """Softmax of the scores: shares of the context `[kv, G * g * B, n]`, and of the own slots `[kv, G, g * B, B]`."""
     seen = context_keys.shape[1]
     scores = query.new_empty(*query.shape[:3], seen + own_keys.shape[2])
     scores[..., :seen] = (query.flatten(1, 2) @ context_keys.mT).view(*query.shape[:3], seen)

@@ -111,8 +111,8 @@ def _loss_of_chunk(states, labels, logits_fn, teacher: SoftTargets | None, soft_
 
 
 def _soften(error: torch.Tensor, log_shares: torch.Tensor, teacher: SoftTargets, soft_share: float) -> torch.Tensor:
-    """Turns a softmax `[c, V]`, in place, into what it and soft targets in a share of `soft_share` leave to hard labels:
-    softmax - share * targets. Returns KL(target || drafter) `[c]`.
+    """Turns a softmax `[c, V]`, in place, into softmax - share * targets, the loss's gradient but for the hard labels'
+    part. Returns KL(target || drafter) `[c]`.
 
     The target's mass on the tokens that are not named is taken to lie as the drafter's own does, so that there only
     the sum of it counts."""

@@ -232,7 +232,7 @@ class RetraceTrainer(Trainer):
                 verified = states  # overwrite and gated never read the target's states
                 if verifies:
                     with self._as_generate_runs_it():
-                        verified = verify_blocks(self.target, cache, input_ids, drafted, blocks)
+                        verified = verify_blocks(self.target, cache, input_ids, drafted, blocks, accepted + 1)
                 trajectory = carried_trajectory(states, verified, accepted)
             blocks = shift_blocks(blocks, accepted, loss_mask)
         return losses
