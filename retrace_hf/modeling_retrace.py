@@ -126,7 +126,7 @@ class RetraceAttention(nn.Module):
         context: torch.Tensor | None,
         target_kv: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Callable | None = None,
         cache: DFlashCache | None = None,
         **kwargs,
     ) -> torch.Tensor:
@@ -146,6 +146,9 @@ class RetraceAttention(nn.Module):
             if cache is not None:
                 # Context and block go in; the caller crops the block's B rows before the next round.
                 keys, values = cache.update(keys, values, stream)
+            if callable(attention_mask):
+                out = attention_mask(queries, keys, values, self.scaling)
+                return self.o_proj(out.flatten(2))
             function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
                 self.config._attn_implementation, eager_attention_forward
             )
@@ -320,7 +323,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         position_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Callable | None = None,
         cache: DFlashCache | None = None,
         trajectory: RejectedTrajectory | None = None,
         item_slot_ids: torch.LongTensor | None = None,
@@ -337,8 +340,9 @@ class RetraceDrafter(RetracePreTrainedModel):
                 Positions of context and block. By default they follow what is cached.
             attention_mask (`torch.Tensor`, *optional*):
                 2-D over cached, context and block positions (1: attend), or 4-D `[b, 1, Q, cached + n + Q]` as the
-                attention implementation takes it (bool for SDPA, a `BlockMask` for flex_attention). By default all is
-                seen.
+                attention implementation takes it (bool for SDPA, a `BlockMask` for flex_attention), or a function of
+                queries, keys, values and their scaling that attends in its place and returns `[b, Q, heads,
+                head_dim]` (training's). By default all is seen.
             cache (`DFlashCache`, *optional*):
                 Context K/V; context and block are appended, the caller crops the block.
             trajectory ([`RejectedTrajectory`], *optional*):
@@ -359,11 +363,13 @@ class RetraceDrafter(RetracePreTrainedModel):
             seen = cache.get_seq_length() if cache is not None else 0
             length = taps.shape[1] + noise_embeds.shape[1]
             position_ids = torch.arange(seen, seen + length, device=noise_embeds.device)[None]
-        if attention_mask is None or len(attention_mask.shape) == 2:
-            attention_mask = self._within_window(attention_mask, noise_embeds, taps, cache)
-        mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=noise_embeds, attention_mask=attention_mask, cache=cache
-        )
+        mask = attention_mask
+        if not callable(mask):
+            if mask is None or len(mask.shape) == 2:
+                mask = self._within_window(mask, noise_embeds, taps, cache)
+            mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=noise_embeds, attention_mask=mask, cache=cache
+            )
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         if self.config.context_kv_rope == "reapplied":
             before_block = (turn[:, : taps.shape[1]] for turn in position_embeddings)

@@ -156,7 +156,7 @@ def _draft(target, drafter, batch: _Batch) -> torch.Tensor:
     inputs = block_inputs(target.get_input_embeddings(), batch.input_ids.gather(1, blocks.anchors), drafter)
     embeds = inputs["noise_embeds"]
     batch_size, length = batch.input_ids.shape
-    rule = visibility(blocks, length, config.block_size, False, config.context_window)
+    rule = visibility(blocks, length, config.block_size, config.context_window)
     states = drafter(
         **inputs,
         context_hidden_states=embeds.new_zeros(batch_size, 0, context_size(config)),

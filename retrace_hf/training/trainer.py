@@ -25,7 +25,7 @@ from ..seeds import mixed_generator
 from .arguments import RetraceTrainingArguments
 from .checkpoints import is_whole, last_whole_checkpoint
 from .eval_prompts import draft_prompts, first_of_each_kind, read_eval_rows
-from .losses import SeenTokens, chunked_loss, decay_weights, default_gamma, dpace_weights
+from .losses import SeenTokens, SoftTargets, chunked_loss, decay_weights, default_gamma, dpace_weights, soft_targets
 from .optimizer import is_mixture, muon_with_adamw
 from .rollout import (
     Blocks,
@@ -36,7 +36,7 @@ from .rollout import (
     draft_blocks,
     read_clean_text,
     sample_anchors,
-    scoring_states,
+    scored_places,
     shift_blocks,
     verify_blocks,
 )
@@ -214,6 +214,7 @@ class RetraceTrainer(Trainer):
             room = blocks.anchors.shape[1] * config.block_size if verifies else None
             features, last, cache = self._read_text(inputs, room)
         self._check_width(features)
+        teacher = None if last is None else self._teach(last, loss_mask)
 
         losses, trajectory = [], None
         embedding = self.target.get_input_embeddings()
@@ -221,8 +222,7 @@ class RetraceTrainer(Trainer):
             states = draft_blocks(model, embedding, input_ids, features, blocks, trajectory)
             self._record_gate()
             labels, supervised = block_labels(input_ids, loss_mask, blocks, config.block_size)
-            teacher = None if last is None else scoring_states(last, blocks, config.block_size)
-            loss, drafted = self._block_loss(states, labels, supervised, blocks.valid, teacher)
+            loss, drafted = self._block_loss(states, labels, supervised, blocks, teacher)
             losses.append(loss)
             accepted = count_accepted(drafted, labels, supervised)
             self._record(carried, accepted, blocks)
@@ -232,7 +232,7 @@ class RetraceTrainer(Trainer):
                 verified = states  # overwrite and gated never read the target's states
                 if verifies:
                     with self._as_generate_runs_it():
-                        verified = verify_blocks(self.target, cache, input_ids, drafted, blocks)
+                        verified = verify_blocks(self.target, cache, input_ids, drafted, blocks, accepted + 1)
                 trajectory = carried_trajectory(states, verified, accepted)
             blocks = shift_blocks(blocks, accepted, loss_mask)
         return losses
@@ -265,8 +265,23 @@ class RetraceTrainer(Trainer):
                 f"target_layer_ids={config.target_layer_ids}{kv}; build them for these (TargetFeatures.build_or_open)."
             )
 
-    def _block_loss(self, states, labels, supervised, valid, teacher=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _teach(self, last: torch.Tensor, loss_mask: torch.Tensor) -> SoftTargets:
+        """What the target held likeliest behind each token of the text, `[b, S, k]`: once a token, however many slots
+        are drafted there. Tokens behind which no answer token stands have none."""
+        scores = torch.zeros_like(loss_mask)
+        scores[:, :-1] = loss_mask[:, 1:]
+        found = soft_targets(last[scores], self._logits, self.args.soft_tokens, self.args.loss_chunk_size)
+        whole = (part.new_zeros(*scores.shape, part.shape[-1]) for part in found)
+        return SoftTargets(*(out.index_put_((scores,), part) for out, part in zip(whole, found)))
+
+    def _block_loss(self, states, labels, supervised, blocks, teacher=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted sum of losses over the slots of valid blocks, and the drafted tokens `[b, N, B - 1]`."""
+        valid = blocks.valid
+        if teacher is not None:
+            places = scored_places(blocks, states.shape[2], teacher.tokens.shape[1])[valid].flatten()
+            of_block = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[valid]
+            of_slot = of_block.repeat_interleave(states.shape[2] - 1)
+            teacher = SoftTargets(*(part[of_slot, places] for part in teacher))
         rows = states[:, :, 1:][valid]  # [n, B - 1, D]
         row_labels, supervised = labels[valid], supervised[valid]
         if self._seen is not None:
@@ -277,7 +292,7 @@ class RetraceTrainer(Trainer):
             row_labels.flatten(),
             self._logits,
             self.args.loss_chunk_size,
-            None if teacher is None else teacher[valid].flatten(0, 1),
+            teacher,
             self.args.soft_share,
         )
         if self.args.loss_type == "dpace":
@@ -302,7 +317,9 @@ class RetraceTrainer(Trainer):
         seen = set()
         for row in self.train_dataset:
             seen.update(t for t, answer in zip(row["input_ids"], row["loss_mask"]) if answer)
-        return SeenTokens(self.target.get_output_embeddings(), seen)
+        # No proposal comes from them, so they need not be scored as generate() would.
+        dtype = torch.bfloat16 if self.args.bf16 else None
+        return SeenTokens(self.target.get_output_embeddings(), seen, dtype)
 
     def _set_beta(self):
         if not self.model.training:  # in evaluation the module takes it as 1
