@@ -40,6 +40,7 @@ from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, CONTEXT_KV_ROPES
 from retrace_hf.data.features import TargetFeatures, features_key
 from retrace_hf.data.prompts import read_eval_prompts
 from retrace_hf.data.tokenize import tokenize_responses
+from retrace_hf.draft_vocabulary import most_frequent_tokens
 from retrace_hf.evaluation import write_results
 from retrace_hf.evaluation.results import command_line, file_hash, rounded
 from retrace_hf.targets import load_target
@@ -67,7 +68,7 @@ NOTED = (
 
 NOTED_OF_SCRIPT = (
     *("target", "target_dtype", "conditioning", "num_draft_layers", "block_size", "target_layer_ids"),
-    *("context_fusion", "target_kv_layer_ids", "context_kv_rope"),
+    *("context_fusion", "target_kv_layer_ids", "context_kv_rope", "draft_vocab_size"),
     *("init_from_target", "mask_token", "max_length", "limit", "early_stopping_patience"),
 )
 
@@ -111,6 +112,10 @@ class ScriptArguments:
         default=None,
         metadata={"help": "RoPE on these keys; kept by default.", "choices": list(CONTEXT_KV_ROPES)},
     )
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={"help": "Draft among so many tokens, those that stand most often in the answers; all by default."},
+    )
     mask_token: str | None = field(
         default=None, metadata={"help": "Token for slots, of a new drafter; <empty_output> by default."}
     )
@@ -133,6 +138,9 @@ class ScriptArguments:
 def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> RetraceDrafter:
     context = {name: getattr(script, name) for name in ("context_fusion", "target_kv_layer_ids", "context_kv_rope")}
     context = {name: value for name, value in context.items() if value is not None}
+    tokens = None
+    if script.draft_vocab_size is not None:
+        tokens = most_frequent_tokens(dataset, script.draft_vocab_size, always=end_tokens(target, tokenizer))
     if script.init_from is not None:
         fixed = ["num_draft_layers", "target_layer_ids", "mask_token", "init_from_target"]
         if script.context_fusion is None:
@@ -149,6 +157,7 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
             start,
             target=target,
             context_rows=rows,
+            draft_token_ids=tokens,
             conditioning=script.conditioning,
             **context,
             **changes,
@@ -167,9 +176,17 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
         block_size=8 if script.block_size is None else script.block_size,
         target_layer_ids=script.target_layer_ids,
         init_from_target=script.init_from_target is not False,
+        draft_token_ids=tokens,
         conditioning=script.conditioning,
         **context,
     )
+
+
+def end_tokens(target, tokenizer) -> set[int]:
+    """The tokens that end an answer, by the target's generation config and its tokenizer."""
+    ends = target.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return {*ends, tokenizer.eos_token_id} - {None}
 
 
 def tapped_rows(dflash: RetraceDrafter, target, dataset, num_tokens: int = 4096) -> torch.Tensor:

@@ -19,10 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..candidate_generator import draft_logits, transform_logits
 from ..few_rows import is_plain_linear
 from ..roomy_cache import roomy_cache
 from ..seeds import mixed_generator
+from ..target_head import draft_logits, transform_logits
 from .features import target_fingerprint
 from .responses import claim_folder, read_responses, write_responses
 
