@@ -10,7 +10,9 @@ Stage 2, ReTrace, from it (the target runs beside the drafter):
     python examples/train_retrace.py --init_from runs/stage1 --conditioning corrected --num_carried_rounds 2 \
         --responses examples/data/responses_0.jsonl.gz --output_dir runs/corrected
 
-The SFT control is stage 2 with `--conditioning none`: the same blocks, without the signal.
+The SFT control is stage 2 with `--conditioning none`: the same blocks, without the signal. More of stage 2 starts from
+a ReTrace (`--init_from runs/corrected`): with its own conditioning the signal's modules go on as they are, with `none`
+they go and its backbone trains alone, with another one that one's start anew.
 
 What the drafter reads of the target is `--context_fusion`: shared (DFlash), layerwise (DFlare), kv or hybrid (KVShot).
 It goes with stage 1; with `--init_from` it turns a DFlash into the start of another (RetraceDrafter.from_dflash).
@@ -87,7 +89,7 @@ class ScriptArguments:
         },
     )
     init_from: str | None = field(
-        default=None, metadata={"help": "A DFlash drafter to start from; a new one by default."}
+        default=None, metadata={"help": "A DFlash or ReTrace drafter to start from; a new one by default."}
     )
     conditioning: str = field(
         default="corrected",
@@ -151,7 +153,7 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
         changes = {} if script.block_size is None else {"block_size": script.block_size}
         start, rows = script.init_from, None
         if script.context_fusion == "layerwise":  # it starts from a fit to what this one taps
-            start = RetraceDrafter.from_dflash(start, target=target, conditioning="none")
+            start = RetraceDrafter.from_dflash(start, target=target, conditioning=script.conditioning)
             rows = tapped_rows(start, target, dataset) if start.config.context_fusion == "shared" else None
         return RetraceDrafter.from_dflash(
             start,

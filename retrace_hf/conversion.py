@@ -12,13 +12,16 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file
 from transformers import MuseGlimmerAssistantConfig, PreTrainedModel, Qwen3Config
+from transformers.utils import logging
 
-from .configuration_retrace import CONTEXT_FIELDS, READS_TARGET_KV
+from .configuration_retrace import CONTEXT_FIELDS, READS_TARGET_KV, RetraceConfig
 from .context import default_kv_layer_ids
 from .draft_vocabulary import check_token_ids
 from .initialization import target_kv_fields
 from .positions import fit_steps
 
+
+logger = logging.get_logger(__name__)
 
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 # Fields that mean the same in every layout.
@@ -55,13 +58,14 @@ STEP_ROWS = "step_embedding.table.weight"
 
 
 def load_dflash(path_or_model: str | os.PathLike | PreTrainedModel) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Reads a DFlash drafter.
+    """Reads a DFlash drafter, or a ReTrace, which is one with a signal beside it.
 
     Args:
         path_or_model: A Hub id or folder with `config.json` and safetensors weights, or a loaded model.
 
     Returns:
-        `tuple(dict, dict)`: fields of [`RetraceConfig`], and the backbone's state by our (z-lab's) names.
+        `tuple(dict, dict)`: fields of [`RetraceConfig`], `conditioning` among them, and the state by our (z-lab's)
+        names.
 
     Raises:
         ValueError: the layout is not one that can be opened as DFlash; the message names it.
@@ -70,13 +74,23 @@ def load_dflash(path_or_model: str | os.PathLike | PreTrainedModel) -> tuple[dic
         raw, state = path_or_model.config.to_dict(), dict(path_or_model.state_dict())
     else:
         raw, state = read_checkpoint(local_folder(path_or_model))
-    if layout_of(raw) == "retrace" and raw.get("conditioning") != "none":
-        raise ValueError(
-            f"This is a ReTrace checkpoint (conditioning={raw.get('conditioning')!r}); open it with "
-            "RetraceDrafter.from_pretrained(), and start training from a DFlash one (conditioning 'none')."
-        )
     state = dflash_state(raw, state)
-    return {**dflash_fields(raw), **table_fields(state)}, state
+    conditioning = raw.get("conditioning", RetraceConfig.conditioning) if layout_of(raw) == "retrace" else "none"
+    return {**dflash_fields(raw), **table_fields(state), "conditioning": conditioning}, state
+
+
+def keep_signal(state: dict[str, torch.Tensor], conditioning: str, wanted: str) -> dict[str, torch.Tensor]:
+    """A checkpoint's state without the modules of its signal, where the drafter is wanted with another conditioning
+    than the checkpoint was trained with."""
+    if conditioning in ("none", wanted):
+        return state
+    kept = {name: weight for name, weight in state.items() if not name.startswith("trajectory.")}
+    if wanted != "none":
+        logger.warning(
+            f"The checkpoint was trained with conditioning={conditioning!r}: the backbone is kept, and the modules of "
+            f"conditioning={wanted!r} start anew."
+        )
+    return kept
 
 
 def dflash_fields(raw: dict) -> dict:

@@ -615,6 +615,10 @@ class RetraceDrafter(RetracePreTrainedModel):
     ) -> "RetraceDrafter":
         """Opens a DFlash drafter as the start of a ReTrace: the backbone key for key, new modules initialised.
 
+        A ReTrace may be the start too. With its own `conditioning` it goes on as it was trained, modules of the signal
+        included; with `"none"` these go, and what is left is the DFlash backbone; with another one the modules of that
+        one are new, and a warning says so.
+
         With another `context_fusion` than the checkpoint's the backbone is kept and the context starts so:
 
         - `"hybrid"`: the checkpoint's own, key for key, and attention over the target's K/V beside it whose share
@@ -628,8 +632,8 @@ class RetraceDrafter(RetracePreTrainedModel):
 
         Args:
             path_or_model (`str`, `os.PathLike` or `PreTrainedModel`):
-                A Hub id or folder in the layout of z-lab, of transformers itself, of speculators, or our own with
-                `conditioning="none"` (any `context_fusion`, which is kept); or such a model.
+                A Hub id or folder in the layout of z-lab, of transformers itself, of speculators, or our own (any
+                `context_fusion`, which is kept); or such a model.
             target (`PreTrainedModel`, *optional*):
                 The target, for `"kv"` and `"hybrid"`: the shape of its keys and values is read from it. Else pass
                 `target_kv_layer_ids`, `target_num_key_value_heads` and `target_head_dim`. Also gives
@@ -639,7 +643,8 @@ class RetraceDrafter(RetracePreTrainedModel):
             draft_token_ids (sequence of `int`, *optional*):
                 The target's tokens among which is drafted; the checkpoint's by default. `draft_vocab_size=None` drops
                 the checkpoint's, so that all are drafted.
-            config: Fields of [`RetraceConfig`] to set, e.g. `conditioning` (default `"corrected"`).
+            config: Fields of [`RetraceConfig`] to set, e.g. `conditioning` (default `"corrected"`, whatever the
+                checkpoint's is).
 
         Raises:
             ValueError: another layout, an unknown field, keys that do not match the backbone, or a
@@ -650,6 +655,7 @@ class RetraceDrafter(RetracePreTrainedModel):
             changed_fusion,
             check_same_context,
             complete_from_target,
+            keep_signal,
             load_backbone,
             load_dflash,
         )
@@ -657,7 +663,8 @@ class RetraceDrafter(RetracePreTrainedModel):
 
         check_fields(config)
         fields, state = load_dflash(path_or_model)
-        config |= _draft_vocab_size(draft_token_ids, config)
+        config = {"conditioning": "corrected", **config, **_draft_vocab_size(draft_token_ids, config)}
+        state = keep_signal(state, fields["conditioning"], config["conditioning"])
         if draft_token_ids is not None:
             state[TOKEN_TABLE] = as_token_ids(draft_token_ids, fields.get("vocab_size", RetraceConfig.vocab_size))
         elif config.get("draft_vocab_size", ...) is None:
@@ -673,12 +680,14 @@ class RetraceDrafter(RetracePreTrainedModel):
                 f"{wanted!r}, leave it out."
             )
         if wanted == source:
-            drafter = cls(RetraceConfig(**{**fields, "conditioning": "corrected", **config}))
+            drafter = cls(RetraceConfig(**{**fields, **config}))
             load_backbone(drafter, state)
             return drafter
-        changed = changed_fusion({**fields, "conditioning": "corrected", **config}, source, target)
+        changed = changed_fusion({**fields, **config}, source, target)
         kept = {k: v for k, v in config.items() if k not in CONTEXT_FIELDS}
-        dflash = cls(RetraceConfig(**{**fields, **kept, "conditioning": "none"}))
+        if not any(name.startswith("trajectory.") for name in state):
+            kept["conditioning"] = "none"
+        dflash = cls(RetraceConfig(**{**fields, **kept}))
         load_backbone(dflash, state)
         drafter = cls(RetraceConfig(**changed))
         if target is not None:
