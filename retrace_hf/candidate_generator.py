@@ -41,6 +41,7 @@ from .draft_context import DraftContext, drop_context, keep_context, take_contex
 from .draft_vocabulary import DraftVocabulary
 from .noise import block_inputs
 from .positions import block_positions, rope_limits
+from .recurrent_states import check_rollback, continues_a_cache, is_recurrent
 from .target_head import check_head, draft_logits, head_logits
 from .trajectory import RejectedTrajectory, align_trajectory
 
@@ -159,15 +160,18 @@ class RetraceCandidateGenerator(CandidateGenerator):
             check_head(target)
 
         # Merged into the target's inputs at each pass. Where the user wants hidden states, all are captured.
-        wanted = generation_config.return_dict_in_generate and generation_config.output_hidden_states
+        self._returns_states = bool(
+            generation_config.return_dict_in_generate and generation_config.output_hidden_states
+        )
         layers = captured_layers(self.target_layer_ids, self.last_layer, with_last=self.conditioning == "corrected")
-        self._capture = {"output_hidden_states": True if wanted else layers}
+        self._capture = {"output_hidden_states": True if self._returns_states else layers}
         self._counted = layers[0]  # a captured state, to count the rows of a pass by
         self.model_kwargs_overrides: dict[str, Any] = self._capture
 
         self._cache = new_draft_cache(config)
         self._target_cache = None
         self._kept: DraftContext | None = None  # what the last draft left on it
+        self._stand_in_rows = 0  # rows of the prefill's hidden states that are none of its own
         self._unseen = 0  # tokens that the target's cache holds before those of input_ids
         self._draft_states: torch.Tensor | None = None  # the last round's, [1, B, D]
         self._prompt_rows: torch.Tensor | None = None  # rows of the prefill that are no padding; None: all
@@ -206,6 +210,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
             return input_ids, None
 
         hidden_states = self._captured(model_outputs)
+        if self._draft_states is None and self._stand_in_rows:  # of the prefill
+            hidden_states = [state[:, self._stand_in_rows :] for state in hidden_states]
         rows = hidden_states[self._counted].shape[1]
         num_context = rows if self._draft_states is None else n_last_matches + 1
         # Read from the pass, not from what was meant to be proposed: length and stops cut blocks short.
@@ -226,6 +232,12 @@ class RetraceCandidateGenerator(CandidateGenerator):
         if self._kept is not None:
             self._kept.verified = input_ids.shape[1] - 1
         self.generation_config._retrace_accepted.append(int(num_matches))
+
+    @property
+    def num_drafting_tokens(self) -> int:
+        """Tokens of the longest pass, whose states the target's cache is asked to keep: the anchor and the proposals.
+        A pass of more than it keeps would go through a scan that in some targets starts anew."""
+        return self.block_size
 
     def _captured(self, model_outputs) -> tuple[torch.Tensor | None, ...]:
         """The target's hidden states by layer index, `None` where a layer was not asked for."""
@@ -258,11 +270,11 @@ class RetraceCandidateGenerator(CandidateGenerator):
         if kept is not None:
             self._cache = kept.cache
             # The last tokens of a call were verified after its last draft: the drafter has not read them. Where the
-            # target's cache lets go of them they are fed again; where its layers slide, or the user is to see the
-            # prefill's rows, the context has a gap there. So it has where another call went on from there: how that
-            # one masked and placed its tokens is not known, and plain generate() takes them as they are.
+            # target's cache lets go of them they are fed again; where its layers slide or keep a state, or the user is
+            # to see the prefill's rows, the context has a gap there. So it has where another call went on from there:
+            # how that one masked and placed its tokens is not known, and plain generate() takes them as they are.
             unread = cached - kept.tokens.shape[1]
-            slides = any(layer.is_sliding for layer in self._target_cache.layers)
+            slides = any(is_recurrent(layer) or layer.is_sliding for layer in self._target_cache.layers)
             # Keys that were rotated by other frequencies would not come back as they were.
             grows = rope_limits(self.target.config.get_text_config(decoder=True))
             own = cached <= kept.verified
@@ -285,11 +297,27 @@ class RetraceCandidateGenerator(CandidateGenerator):
             self.model_kwargs_overrides = inputs | self._capture
         elif cache is not None:
             self.model_kwargs_overrides = self._capture | {"cache": cache}  # as in `_prompt_inputs`
+        if cached and self._returns_states:
+            self._add_stand_in_rows(cached)
+
+    def _add_stand_in_rows(self, count: int) -> None:
+        """From transformers 5.25 on the loop takes the prefill's hidden states for those of the whole prompt. A warm
+        cache and chunks leave the prefill its last tokens alone: zeros stand for the others, and are dropped again
+        where the states are read (here and in `generation.py`)."""
+        config = self.generation_config
+
+        def add(module, args, output):
+            config._retrace_prefill_hook.remove()
+            rows = [state.new_zeros(state.shape[0], count, state.shape[2]) for state in output.hidden_states]
+            output.hidden_states = tuple(torch.cat(pair, dim=1) for pair in zip(rows, output.hidden_states))
+
+        config._retrace_stand_in_rows = self._stand_in_rows = count
+        config._retrace_prefill_hook = self.target.register_forward_hook(add)
 
     def _returns_rows(self) -> bool:
         """Whether the call returns something with a row for each token of a pass."""
         config = self.generation_config
-        return config.return_dict_in_generate and bool(config.output_hidden_states or config.output_attentions)
+        return self._returns_states or bool(config.return_dict_in_generate and config.output_attentions)
 
     def _prefill_chunks(
         self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], cached: int, chunk_size: int
@@ -302,7 +330,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
             outputs.cache.crop(0)  # layers that slide let go of what is behind their window
             cached += chunk_size
             self._chunks.append(self._context(self._captured(outputs), outputs, chunk_size, verified=cached))
-            self.generation_config._retrace_verified = self._unseen + cached
+            if not any(map(is_recurrent, outputs.cache.layers)):  # which can go back to the call's start alone
+                self.generation_config._retrace_verified = self._unseen + cached
         return cached
 
     def _prompt_inputs(
@@ -562,19 +591,7 @@ def check_target(target: PreTrainedModel) -> None:
             f"The first weights of {name} are offloaded (or were never loaded), so its tokens have no device to go "
             "to; keep the embedding on a device in device_map, and offload later layers or the head."
         )
-    cure = "a block drafter cannot serve it, generate without assistant_model."
-    if getattr(target, "_is_stateful", False):
-        raise ValueError(f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft; {cure}")
-    text = target.config.get_text_config(decoder=True)
-    # The cache that generate() makes. Layers without plain keys and values say that they cannot be cropped.
-    layers = DynamicCache(config=text).layers
-    kinds = getattr(text, "layer_types", None) or [type(layer).__name__ for layer in layers]
-    fixed = sorted({kind for kind, layer in zip(kinds, layers) if not layer.is_croppable})
-    if fixed:
-        raise ValueError(
-            f"{name} has layers of {', '.join(fixed)}, whose state cannot be rolled back after a rejected draft; "
-            f"{cure}"
-        )
+    check_rollback(target)
 
 
 def _check_virtual_tokens(target: PreTrainedModel) -> None:
@@ -749,7 +766,8 @@ def check_inputs(
         )
     if generation_config.prefill_chunk_size is not None:
         whole = ["inputs_embeds", *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL]
-        found = [key for key in whole if model_kwargs.get(key) is not None]
+        # Where a text has no image, its encoder's outputs are an empty dictionary.
+        found = [key for key in whole if model_kwargs.get(key) is not None and model_kwargs[key] != {}]
         if found:
             raise ValueError(f"{found[0]} cannot be prefilled in chunks; leave out prefill_chunk_size.")
     cache = model_kwargs.get("cache")
@@ -765,6 +783,7 @@ def check_inputs(
     past = int(cache.get_seq_length())
     if past:
         _check_warm_cache(past, input_ids, generation_config, model_kwargs)
+    _check_states(target, past, input_ids, generation_config, model_kwargs)
     _check_rope(target, past, input_ids, generation_config, model_kwargs)
 
 
@@ -790,6 +809,27 @@ def _check_rope(target, past: int, input_ids: torch.LongTensor, generation_confi
                 f"read up to {end}: a block would not get those of its tokens; {shorter}generate without "
                 "assistant_model."
             )
+
+
+def _check_states(target, past: int, input_ids: torch.LongTensor, generation_config, model_kwargs) -> None:
+    """What layers that keep a state do not go together with."""
+    text = target.config.get_text_config(decoder=True)
+    if not model_kwargs["cache"].layers and any(map(is_recurrent, DynamicCache(config=text).layers)):
+        raise ValueError(
+            f"The cache has no layers yet, and {type(target).__name__} has some that keep a state; make it with "
+            "DynamicCache(config=target.config), or leave cache out."
+        )
+    if continues_a_cache(target):
+        return
+    reads = input_ids.shape[1] - (cached_prefix_length(input_ids, generation_config, model_kwargs) if past else 0)
+    chunk_size = generation_config.prefill_chunk_size
+    option = "a cache that holds tokens" if past else "prefill_chunk_size"
+    if (past and reads > 1) or (chunk_size is not None and chunk_size < reads):
+        raise ValueError(
+            f"{type(target).__name__} reads several tokens as if nothing stood before them (so does plain "
+            f"generate()), which {option} needs; leave it out and pass the whole text, or generate without "
+            "assistant_model."
+        )
 
 
 def _check_warm_cache(past: int, input_ids: torch.LongTensor, generation_config, model_kwargs: dict[str, Any]) -> None:

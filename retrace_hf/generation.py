@@ -9,15 +9,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import Cache
 from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator, DFlashTokenCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
+from transformers.utils import logging
 from transformers.utils.output_capturing import resolve_hidden_states_indices, selected_hidden_states
 
 from .candidate_generator import check_inputs, check_pairing
+from .recurrent_states import CacheAtStart, fill_short_convolutions
+
+
+logger = logging.get_logger(__name__)
+
+# The minor versions of transformers that the tests pass with; pyproject.toml allows these.
+TESTED_VERSIONS = ((5, 24), (5, 25))
 
 
 def install_generate_hook() -> None:
@@ -40,10 +49,23 @@ def install_generate_hook() -> None:
     if _package_of(__name__) in GenerationMixin._retrace_hooks:
         return
     GenerationMixin._retrace_hooks.append(_package_of(__name__))
+    _warn_of_untested_version(transformers.__version__)
     GenerationMixin._extract_generation_mode_kwargs = _extracting(GenerationMixin._extract_generation_mode_kwargs)
     GenerationMixin._validate_generation_mode = _validating(GenerationMixin._validate_generation_mode)
     GenerationMixin._assisted_decoding = _decoding(GenerationMixin._assisted_decoding)
     GenerationMixin._get_candidate_generator = _choosing(GenerationMixin._get_candidate_generator)
+
+
+def _warn_of_untested_version(version: str) -> None:
+    """The methods that are wrapped are transformers' own affair and move between minor versions."""
+    found = tuple(int(number) for number in version.split(".")[:2])
+    if found > TESTED_VERSIONS[-1]:
+        first, last = (".".join(map(str, tested)) for tested in (TESTED_VERSIONS[0], TESTED_VERSIONS[-1]))
+        logger.warning(
+            f"transformers {version} is newer than those this code was tested with ({first} to "
+            f"{last}). Compare a text with one generated without assistant_model, or run the tests that say what has "
+            "moved: python -m pytest tests/test_contracts.py in the repository of retrace_hf."
+        )
 
 
 def _package_of(module: str) -> str:
@@ -136,8 +158,13 @@ def _decoding(original: Callable) -> Callable:
         generation_config.max_length = call["stopping_criteria"].max_length
         check_inputs(self, call["input_ids"], generation_config, call["model_kwargs"], drafter)
         cache = call["model_kwargs"]["cache"]
-        with _not_recording_past(cache), _rolling_back(cache, generation_config):
-            output = original(self, *args, **kwargs)
+        try:
+            with _not_recording_past(cache), _rolling_back(cache, generation_config):
+                output = original(self, *args, **kwargs)
+        finally:
+            hook = getattr(generation_config, "_retrace_prefill_hook", None)
+            if hook is not None:  # it removes itself, unless the prefill failed
+                hook.remove()
         return _as_plain(output, self, generation_config, prompt_length=call["input_ids"].shape[1])
 
     return _assisted_decoding
@@ -147,15 +174,13 @@ def _decoding(original: Callable) -> Callable:
 def _rolling_back(cache, generation_config) -> Iterator[None]:
     """Drops unverified tokens from the target's cache where a call ends in an exception (a streamer that stops it, an
     interrupt), so that a later turn on that cache does not take rejected drafts for text."""
+    start = CacheAtStart(cache, int(cache.get_seq_length()))
     try:
         yield
     except BaseException:
         verified = getattr(generation_config, "_retrace_verified", None)  # None: nothing has run
-        for layer in cache.layers if verified is not None else ():
-            # Layer by layer: a pass that failed half-way has grown some of them only.
-            surplus = int(layer.get_seq_length()) - verified
-            if surplus > 0:
-                layer.crop(-surplus)
+        if verified is not None:
+            start.roll_back(cache, verified)
         raise
 
 
@@ -169,12 +194,18 @@ def _not_recording_past(cache: Cache) -> Iterator[None]:
         for layer, was in zip(cache.layers, recording):
             if was is not None:
                 layer.record_past = was
+        fill_short_convolutions(cache)
 
 
 def _as_plain(output, target, generation_config, prompt_length: int):
     """The loop's output, in plain `generate()`'s shapes where it has others."""
     if not generation_config.return_dict_in_generate:
         return output
+    if output.hidden_states is not None:
+        first, *others = output.hidden_states
+        # The first entry has the rows that stood in for those of another pass (`_stand_in_rows` of the generator).
+        first = tuple(state[:, getattr(generation_config, "_retrace_stand_in_rows", 0) :] for state in first)
+        output.hidden_states = (first, *others)
     wanted = selected_hidden_states(generation_config.output_hidden_states)
     if wanted is not None and output.hidden_states is not None:  # the drafter had all captured
         output.hidden_states = tuple(_only(wanted, states, target) for states in output.hidden_states)
@@ -358,6 +389,10 @@ class _RecordedGenerator(CandidateGenerator):
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
         return self.generator.model_kwargs_overrides
+
+    @property
+    def num_drafting_tokens(self) -> int:
+        return self.generator.num_drafting_tokens
 
     def get_candidates(self, input_ids, **kwargs):
         return self.generator.get_candidates(input_ids, **kwargs)

@@ -35,7 +35,7 @@ def config_for_target(
         ValueError: no mask token, or a target that a block drafter cannot serve, by name.
     """
     text = target.config.get_text_config(decoder=True)
-    _refuse_unservable(target, text)
+    _refuse_unservable(target, text, given=fields)
     rows = target.get_input_embeddings().weight.shape[0]
     if mask_token_id is None:
         raise ValueError(
@@ -53,16 +53,18 @@ def config_for_target(
         if target_layer_ids is None:
             target_layer_ids = default_target_layer_ids(text.num_hidden_layers, num_hidden_layers)
         check_target_layer_ids(target_layer_ids, text.num_hidden_layers)
-    heads = text.num_attention_heads
+    heads = fields.get("num_attention_heads") or text.num_attention_heads
+    # A target without attention may call something else so.
+    own = text if getattr(text, "num_attention_heads", None) else None
     shape = {
         "vocab_size": rows,
         "hidden_size": text.hidden_size,
         "intermediate_size": _intermediate_size(text),
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "num_key_value_heads": getattr(own, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(own, "head_dim", None) or text.hidden_size // heads,
         "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
-        "max_position_embeddings": text.max_position_embeddings,
+        "max_position_embeddings": getattr(text, "max_position_embeddings", None),
         "rope_parameters": _full_attention_rope(text),
         "pad_token_id": text.pad_token_id,
         "bos_token_id": text.bos_token_id,
@@ -123,12 +125,22 @@ def _refuse_mrope(target: PreTrainedModel, text) -> None:
         )
 
 
-def _refuse_unservable(target: PreTrainedModel, text) -> None:
+# What a target without attention does not say, and the drafter must know.
+_GIVEN_WHERE_MISSING = ("num_attention_heads", "max_position_embeddings")
+
+
+def _refuse_unservable(target: PreTrainedModel, text, given: dict) -> None:
     check_target(target)
     name = type(target).__name__
-    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+    for field in ("hidden_size", "num_hidden_layers"):
         if getattr(text, field, None) is None:
             raise ValueError(f"The config of {name} has no {field}; a drafter cannot be shaped for it.")
+    missing = [f for f in _GIVEN_WHERE_MISSING if getattr(text, f, None) is None and given.get(f) is None]
+    if missing:
+        raise ValueError(
+            f"The config of {name} has no {' and no '.join(missing)}; give the drafter's own, for instance "
+            "from_target(target, ..., num_attention_heads=8, max_position_embeddings=8192)."
+        )
     width = target.get_input_embeddings().weight.shape[1]
     if width != text.hidden_size:
         raise ValueError(

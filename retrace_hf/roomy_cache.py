@@ -1,8 +1,10 @@
 """A key/value cache with room made beforehand."""
 
 import torch
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from .recurrent_states import is_recurrent
 
 
 class _RoomyLayer(DynamicLayer):
@@ -37,11 +39,14 @@ class _RoomyLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :used] for room in self.room)
 
 
-def roomy_cache(num_layers: int, length: int) -> Cache:
+def roomy_cache(config, length: int) -> Cache:
     """A cache for passes without gradient that come and go behind the same prefix.
 
     Args:
-        num_layers (`int`): Layers.
+        config (`PreTrainedConfig`): A target's text config. Layers that keep a state instead of keys and values have
+            their own kind in the cache.
         length (`int`): Tokens that fit. Every position is kept, also where layers slide: the masks do the windowing.
     """
-    return Cache(layers=[_RoomyLayer(length) for _ in range(num_layers)])
+    layers = DynamicCache(config=config).layers
+    attends = (isinstance(layer, DynamicLayer) and not is_recurrent(layer) for layer in layers)
+    return Cache(layers=[_RoomyLayer(length) if plain else layer for layer, plain in zip(layers, attends)])

@@ -39,6 +39,8 @@ def tiny_drafter(
     """A random two-layer drafter for `target`, as `from_target` makes it: the gate's value matrix is zero."""
     torch.manual_seed(seed)
     fields = {"mask_token_id": MASK_TOKEN_ID, "num_hidden_layers": 2, "initializer_range": 0.15, **config}
+    if getattr(target.config.get_text_config(decoder=True), "num_attention_heads", None) is None:
+        fields = {"num_attention_heads": 4, "max_position_embeddings": 512, **fields}
     return RetraceDrafter.from_target(target, block_size=block_size, conditioning=conditioning, **fields).eval()
 
 

@@ -5,6 +5,8 @@
 
 from dataclasses import dataclass, field
 
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 
@@ -33,7 +35,9 @@ _WINDOWED = {"sliding_window": WINDOW}
 DENSE, BIASED, SLIDING = "Dense, rotary positions", "Biased head or projections, partial rotary", "Sliding windows"
 SCALED, EXPERTS, CHUNKED = "Scaled or softcapped logits", "Mixture of experts", "Chunked attention"
 LEARNED, ALIBI, IMAGE = "Learned positions", "ALiBi", "Image and text"
-RECURRENT, SEQ2SEQ = "Recurrent, linear-attention and hybrid layers", "Encoder-decoder"
+HYBRID, RECURRENT = "Attention with recurrent or convolution layers", "Recurrent layers alone"
+OWN_STATE, SEQ2SEQ = "Recurrent state that cannot be kept back", "Encoder-decoder"
+KEEPS_STATES = Version(transformers.__version__) >= Version("5.25")
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Family:
         title (`str`): As it is called there.
         model_type (`str`): As transformers calls its config.
         fields (`dict`): What its tiny config has beyond the common shape, `None` to leave a field of that out.
-        refused (`str`, *optional*): The error of `generate()` and `from_target`, a regular expression.
+        always_refused (`str`, *optional*): The error of `generate()` and `from_target`, a regular expression.
+        since (`str`, *optional*): The first transformers that serves it, where the oldest supported one refuses it.
         untrainable (`str`, *optional*): The error of training with verification, a regular expression.
     """
 
@@ -53,28 +58,44 @@ class Family:
     title: str
     model_type: str
     fields: dict = field(default_factory=dict)
-    refused: str | None = None
+    always_refused: str | None = None
+    since: str | None = None
     untrainable: str | None = None
+
+    @property
+    def refused(self) -> str | None:
+        """The error with the transformers that is installed."""
+        return _BEFORE if self.since and not KEEPS_STATES else self.always_refused
 
     def config(self, **overrides):
         """A tiny config; a field that is `None` in `fields` is left to the family's own default."""
         given = {**_SHAPE, **self.fields, **overrides}
         left_out = {k for k, v in self.fields.items() if v is None and k not in overrides and k in _SHAPE}
         given = {k: v for k, v in given.items() if k not in left_out}
-        if self.kind == IMAGE:
+        if self.has_images:
             outer = {k: given.pop(k) for k in self.fields}
             text = {**given, **outer.pop("text_config")}
             return CONFIG_MAPPING[self.model_type](text_config=text, tie_word_embeddings=False, **outer)
         return CONFIG_MAPPING[self.model_type](**given)
 
     @property
+    def has_images(self) -> bool:
+        return "vision_config" in self.fields
+
+    @property
     def auto_class(self):
-        return {IMAGE: AutoModelForImageTextToText, SEQ2SEQ: AutoModelForSeq2SeqLM}.get(
-            self.kind, AutoModelForCausalLM
-        )
+        if self.has_images:
+            return AutoModelForImageTextToText
+        return AutoModelForSeq2SeqLM if self.kind == SEQ2SEQ else AutoModelForCausalLM
 
 
-_STATE = "cannot be rolled back after a rejected draft.*generate without assistant_model"
+_BEFORE = "cannot be rolled back after a rejected draft with transformers .*install transformers>=5.25"
+_STATE = "rolled back after a rejected draft.*generate without assistant_model"
+_MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+_DELTA_NET = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+_DELTA_NET |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_NO_ATTENTION = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"))
+_MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 _IMAGE_TOKENS = {
     "image_token_id": 190,
     "video_token_id": 191,
@@ -183,44 +204,73 @@ _ROWS = [
             "image_token_index": 190,
         },
     ),
+    Family(HYBRID, "Qwen3-Next", "qwen3_next", {**_MOE, **_DELTA_NET}, since="5.25"),
+    Family(HYBRID, "Qwen3.5 (text)", "qwen3_5_text", _DELTA_NET, since="5.25"),
+    Family(HYBRID, "Qwen3.5-MoE (text)", "qwen3_5_moe_text", {**_MOE, **_DELTA_NET}, since="5.25"),
     Family(
-        RECURRENT,
-        "Qwen3-Next",
-        "qwen3_next",
+        HYBRID,
+        "Qwen3.5",
+        "qwen3_5",
         {
-            "num_experts": 2,
+            "vision_config": {**_VISION, "num_position_embeddings": 16},
+            "text_config": {"rope_parameters": _MROPE | {"mrope_interleaved": True}, **_DELTA_NET},
+            **_IMAGE_TOKENS,
+        },
+        since="5.25",
+    ),
+    Family(HYBRID, "LFM2", "lfm2", {"layer_types": ["conv", "full_attention"] * 3}, since="5.25"),
+    Family(
+        HYBRID,
+        "Granite 4 hybrid",
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention"] * 3,
+            "shared_intermediate_size": 32,
+            "logits_scaling": 4.0,
+            **_EXPERTS,
+            **_MAMBA_2,
+        },
+        since="5.25",
+    ),
+    Family(HYBRID, "Bamba", "bamba", {**_MAMBA_2, "attn_layer_indices": [1, 4]}, since="5.25"),
+    Family(HYBRID, "Falcon-H1", "falcon_h1", {"mamba_d_ssm": 32, **_MAMBA_2, "mamba_n_heads": 4}, since="5.25"),
+    Family(
+        HYBRID,
+        "Nemotron-H",
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "moe"] * 2,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "n_routed_experts": 2,
             "num_experts_per_tok": 1,
             "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            "moe_shared_expert_intermediate_size": 32,
         },
-        refused=_STATE,
+        since="5.25",
     ),
-    Family(RECURRENT, "Mamba", "mamba", refused=_STATE),
-    Family(RECURRENT, "Mamba 2", "mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}, _STATE),
-    Family(RECURRENT, "Jamba", "jamba", {"num_experts": 2}, _STATE),
-    Family(RECURRENT, "Bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}, _STATE),
-    Family(RECURRENT, "Falcon-H1", "falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, _STATE),
-    Family(RECURRENT, "RecurrentGemma", "recurrent_gemma", {"lru_width": 32, "attention_window_size": 16}, _STATE),
+    Family(HYBRID, "Jamba", "jamba", {"num_experts": 2}, since="5.25"),
     Family(
         RECURRENT,
+        "Mamba 2",
+        "mamba2",
+        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, **_NO_ATTENTION},
+        since="5.25",
+    ),
+    Family(OWN_STATE, "RecurrentGemma", "recurrent_gemma", {"lru_width": 32, "attention_window_size": 16}, _STATE),
+    Family(
+        OWN_STATE,
         "MiniMax",
         "minimax",
         {**_EXPERTS, "layer_types": ["linear_attention", "full_attention"] * 3},
-        "layers of linear_attention, whose state " + _STATE,
+        _STATE,
     ),
-    Family(
-        RECURRENT,
-        "LFM2",
-        "lfm2",
-        {"layer_types": ["conv", "full_attention"] * 3},
-        "layers of conv, whose state " + _STATE,
-    ),
-    Family(SEQ2SEQ, "T5", "t5", refused="encoder-decoder.*decoder-only"),
-    Family(SEQ2SEQ, "BART", "bart", refused="encoder-decoder.*decoder-only"),
+    Family(OWN_STATE, "Mamba", "mamba", always_refused=_STATE),
+    Family(OWN_STATE, "RWKV", "rwkv", {"attention_hidden_size": 32}, _STATE),
+    Family(SEQ2SEQ, "T5", "t5", always_refused="encoder-decoder.*decoder-only"),
+    Family(SEQ2SEQ, "BART", "bart", always_refused="encoder-decoder.*decoder-only"),
 ]
 # By model type; where one has two rows, the title's last word tells them apart.
 FAMILIES = {}
@@ -235,8 +285,9 @@ def readme_table() -> str:
     for kind in dict.fromkeys(row.kind for row in _ROWS):
         rows = [row for row in _ROWS if row.kind == kind]
         titles = ", ".join(row.title for row in rows)
-        served = "refused" if rows[0].refused else "equal to plain"
-        trained = "refused" if rows[0].refused or rows[0].untrainable else "equal to decoding"
+        served = "refused" if rows[0].always_refused else "equal to plain"
+        served += f" (transformers >= {rows[0].since})" if rows[0].since else ""
+        trained = "refused" if rows[0].always_refused or rows[0].untrainable else "equal to decoding"
         lines.append(f"| {kind} | {titles} | {served} | {trained} |")
     return "\n".join(lines)
 

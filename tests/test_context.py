@@ -301,7 +301,7 @@ def test_rows_are_the_same_from_every_cache(target):
     for cache in (DynamicCache(config=target.config), StaticCache(config=target.config, max_cache_len=20)):
         target(ids, cache=cache)
         rows.append(gather_context_kv(cache, [2, 3], 4, 9, (2, 8)))
-    cache = roomy_cache(6, 20)
+    cache = roomy_cache(target.config, 20)
     target(ids, cache=cache)
     rows.append(gather_context_kv(cache, [2, 3], 4, 9, (2, 8)))
     assert rows[0].shape == (1, 5, 64) and torch.equal(rows[0], rows[2])

@@ -33,7 +33,8 @@ CONTRACTS = {
     "_eos_token_tensor": "test_prepared_generation_config",
     "_mask_length": "test_prepared_generation_config",
     "_attn_implementation": "test_attention_implementation",
-    "_is_stateful": "test_model_flags",
+    "_is_stateful": "test_recurrent_states_are_kept",
+    "_supports_default_dynamic_cache": "test_recurrent_states_are_kept",
     "_no_split_modules": "test_model_flags",
     "_supports_flash_attn": "test_model_flags",
     "_supports_sdpa": "test_model_flags",
@@ -236,6 +237,7 @@ def tiny_model():
 
 
 class Watching(CandidateGenerator):
+    num_drafting_tokens = 3
     """Proposes one token, and writes down how the loop treats a generator."""
 
     requires_model_outputs = True
@@ -565,6 +567,37 @@ def test_model_flags():
             "modeling_retrace.py RetracePreTrainedModel",
             "there and in initialization.py",
         )
+
+
+def test_recurrent_states_are_kept():
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+    stands = "recurrent_states.py"
+    assert tiny_model()._supports_default_dynamic_cache() is True, moved(
+        "a model does not say what cache it has", stands
+    )
+    if not hasattr(Cache, "get_recurrent_states_to_keep"):  # before 5.25, where such targets are refused
+        flag = any(getattr(c, "_is_stateful", None) is not None for c in PreTrainedModel.__mro__)
+        assert flag, moved("PreTrainedModel has no _is_stateful, and caches keep no recurrent states", stands)
+        return
+    layer = LinearAttentionLayer()
+    assert isinstance(layer, LinearAttentionCacheLayerMixin), moved("recurrent layers are of another class", stands)
+    layer.activate_past_recording(recurrent_states_to_keep=4)
+    for tokens in (3, 4):
+        layer.update_conv_state(torch.ones(1, 2, tokens), conv_kernel_size=2)
+        layer.update_recurrent_state([torch.full((1, 2), float(i)) for i in range(tokens)])
+        if tokens == 3:
+            layer.crop(0)
+    assert int(layer.cumulative_length_linear) == 7, moved("recurrent layers count their tokens otherwise", stands)
+    assert [float(t[0, 0]) for t in layer.recurrent_states_history[0]] == [2, 0, 1, 2], moved(
+        "recurrent layers keep other states than the one before a pass and those of all but its last token", stands
+    )
+    for name in ("conv_states", "recurrent_states", "is_conv_states_initialized", "has_previous_state"):
+        assert set(getattr(layer, name)) == {0}, moved(f"recurrent layers keep {name} otherwise", stands)
+    layer.crop(-3)
+    assert float(layer.recurrent_states[0][0, 0]) == 0 and layer.conv_states[0].shape[-1] == 2, moved(
+        "recurrent layers are cropped otherwise", stands
+    )
 
 
 def test_initialization():

@@ -149,8 +149,8 @@ def test_commands_name_no_folder_in_front_of_the_working_one(tmp_path, monkeypat
 def test_a_cache_with_room_is_a_cache(target):
     """What a pass behind a prefix gives, cropped and picked from as a DynamicCache would be."""
     ids, more = prompt_of(9, batch_size=3), prompt_of(4, seed=5, batch_size=3)
-    layers, caches = target.config.num_hidden_layers, []
-    for cache in (DynamicCache(), roomy_cache(layers, 9 + 4)):
+    caches = []
+    for cache in (DynamicCache(), roomy_cache(target.config, 9 + 4)):
         with torch.no_grad():
             target(ids, cache=cache, use_cache=True)
             target(more, cache=cache, use_cache=True)
@@ -160,4 +160,4 @@ def test_a_cache_with_room_is_a_cache(target):
     torch.testing.assert_close(*caches, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="14 tokens in a cache with room for 13"), torch.no_grad():
         target(more[[2, 0], :1], cache=cache, use_cache=True)
-    roomy_cache(layers, 5).batch_select_indices(torch.tensor([0]))  # of a layer that was never written: nothing
+    roomy_cache(target.config, 5).batch_select_indices(torch.tensor([0]))  # of a layer that was never written: nothing

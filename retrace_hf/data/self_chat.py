@@ -176,7 +176,7 @@ def chat_rows(
     chats = [_Chat(parts, max_user_tokens, max_answer_tokens, words) for words in prompts]
     device = target.get_input_embeddings().weight.device
     config = target.config.get_text_config(decoder=True)
-    cache = roomy_cache(config.num_hidden_layers, length)
+    cache = roomy_cache(config, length)
     head = _Head(target)
     unsaid = torch.tensor([i for i in tokenizer.all_special_ids if i != parts.end], dtype=torch.long, device=device)
     ids = torch.tensor([[chat.take() for _ in parts.start] for chat in chats], device=device)

@@ -170,10 +170,11 @@ def read_clean_text(
 ) -> TargetPass:
     """The frozen target over the clean tokens `[b, S]` (right-padded): the drafter's rows of context, and K/V for
     verification with room for so many drafted tokens, where `room` is given."""
-    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    text = target.config.get_text_config(decoder=True)
+    layers = text.num_hidden_layers
     length, cache = input_ids.shape[1], None
     if room is not None or target_kv_layer_ids:
-        cache = roomy_cache(layers, length + (room or 0))
+        cache = roomy_cache(text, length + (room or 0))
     out = target.get_decoder()(
         input_ids,
         cache=cache,
@@ -295,11 +296,11 @@ def check_verification(target: PreTrainedModel) -> None:
     has a mask of its own.
     """
     text = target.config.get_text_config(decoder=True)
-    device, layers = target.device, text.num_hidden_layers
+    device = target.device
     ids = torch.arange(14, device=device)[None] % text.vocab_size
     anchors = torch.tensor([[4, 7]], device=device)
     drafted = ids[:, [1, 9, 2, 0, 3, 10]].view(1, 2, 3)
-    cache = roomy_cache(layers, ids.shape[1] + 8)
+    cache = roomy_cache(text, ids.shape[1] + 8)
     decoder = target.get_decoder()
     cure = "use conditioning='gated' or 'none', which need no verification."
     try:
