@@ -34,10 +34,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, TrainerCallback, set
 from retrace_hf import RetraceDataCollator, RetraceDrafter, RetraceTrainer, RetraceTrainingArguments
 from retrace_hf.data.features import TargetFeatures, features_key
 from retrace_hf.data.tokenize import tokenize_responses
+from retrace_hf.draft_vocabulary import DraftVocabulary
 from retrace_hf.measure import PeakMemory, timed
 from retrace_hf.targets import load_target
 from retrace_hf.training import trainer as trainer_module
-from retrace_hf.training.losses import SeenTokens
 
 
 MIB = 2**20
@@ -217,7 +217,9 @@ def speed_trainer(args, stage: int, dtype: str, folder: str):
     )
     if stage == 1:  # the tokens of all answers, whose softmax is wider than that of these few
         answers = (t for row in everything for t, m in zip(row["input_ids"], row["loss_mask"]) if m)
-        trainer._seen = SeenTokens(target.get_output_embeddings(), answers)
+        trainer._loss_vocabulary = DraftVocabulary(
+            target, torch.tensor(sorted(set(answers))), torch.bfloat16 if dtype == "bfloat16" else None
+        )
     return trainer
 
 

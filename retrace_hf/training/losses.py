@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..few_rows import is_plain_linear
-
 
 # Decay of the slot weights by block size, as DFlash was trained (arXiv 2602.06036).
 _PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -191,35 +189,3 @@ def dpace_weights(losses: torch.Tensor, supervised: torch.Tensor, alpha: float =
     confidence = (1 - alpha) * torch.exp(-losses.detach()) + alpha
     reach = (confidence * supervised).cumprod(dim=-1)
     return reach.flip(-1).cumsum(-1).flip(-1) * supervised
-
-
-class SeenTokens:
-    """A part of the vocabulary: those tokens' rows of a frozen head, and their places in it.
-
-    Args:
-        head (`torch.nn.Linear`): The target's LM head, `[V, D]`.
-        token_ids (`Iterable[int]`): Tokens to keep.
-        dtype (`torch.dtype`, *optional*): Of the logits; the head's own by default.
-
-    Raises:
-        ValueError: the head is more than its weight and bias.
-    """
-
-    def __init__(self, head: torch.nn.Linear, token_ids, dtype: torch.dtype | None = None):
-        if not is_plain_linear(head):
-            raise ValueError(
-                f"The target's head ({type(head).__name__}) is quantised, wrapped or offloaded, so some of its rows "
-                "cannot be had alone; set loss_on_seen_tokens=False."
-            )
-        self.token_ids = torch.tensor(sorted(set(token_ids)), device=head.weight.device)  # [n]
-        self.weight = head.weight.detach()[self.token_ids].to(dtype)
-        self.bias = None if head.bias is None else head.bias.detach()[self.token_ids].to(dtype)
-
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[c, D]` to logits `[c, n]`."""
-        return torch.nn.functional.linear(rows.to(self.weight.dtype), self.weight, self.bias)
-
-    def places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each label's place among the kept tokens, and whether it is one."""
-        places = torch.searchsorted(self.token_ids, labels).clamp(max=len(self.token_ids) - 1)
-        return places, self.token_ids[places] == labels

@@ -14,18 +14,20 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from ..candidate_generator import check_pairing, draft_logits, transform_logits
+from ..candidate_generator import check_pairing
 from ..card import as_hub_id, write_card
 from ..context import context_size, gate_mean
 from ..data import RetraceDataCollator
+from ..draft_vocabulary import DraftVocabulary
 from ..files import write_text
 from ..hub import CARD, is_own, plain_hub_errors, read_card, read_hub_card, write_code
 from ..initialization import check_kv_reading
 from ..seeds import mixed_generator
+from ..target_head import draft_logits
 from .arguments import RetraceTrainingArguments
 from .checkpoints import is_whole, last_whole_checkpoint
 from .eval_prompts import draft_prompts, first_of_each_kind, read_eval_rows
-from .losses import SeenTokens, SoftTargets, chunked_loss, decay_weights, default_gamma, dpace_weights, soft_targets
+from .losses import SoftTargets, chunked_loss, decay_weights, default_gamma, dpace_weights, soft_targets
 from .optimizer import is_mixture, muon_with_adamw
 from .rollout import (
     Blocks,
@@ -133,7 +135,12 @@ class RetraceTrainer(Trainer):
             self.target.to(self.args.device)
         if self._verifies(self._config):
             check_verification(self.target)
-        self._seen = self._seen_tokens() if args.loss_on_seen_tokens else None
+        if args.loss_on_seen_tokens and self._config.draft_vocab_size is not None:
+            raise ValueError(
+                "loss_on_seen_tokens is set and the drafter has a draft vocabulary "
+                f"(draft_vocab_size={self._config.draft_vocab_size}), over which the loss then is; leave it out."
+            )
+        self._loss_vocabulary = self._make_loss_vocabulary()
 
     # -- anchors: drawn before the step, so that the loss can be normalised over the accumulated batch ---------------
 
@@ -158,10 +165,9 @@ class RetraceTrainer(Trainer):
 
     def _count_items(self, batch: dict, blocks: Blocks, gamma: float) -> torch.Tensor:
         """What the loss is divided by: sum of slot weights (decay) or blocks (D-PACE) of the fresh round."""
-        block_size = self._config.block_size
-        _, supervised = block_labels(batch["input_ids"], batch["loss_mask"], blocks, block_size)
         if self.args.loss_type == "dpace":
             return blocks.valid.sum().float()
+        _, supervised = self._labels(batch["input_ids"], batch["loss_mask"], blocks)
         return decay_weights(supervised, gamma).sum()
 
     def _verifies(self, config) -> bool:
@@ -221,7 +227,7 @@ class RetraceTrainer(Trainer):
         for carried in range(self.args.num_carried_rounds + 1):
             states = draft_blocks(model, embedding, input_ids, features, blocks, trajectory)
             self._record_gate()
-            labels, supervised = block_labels(input_ids, loss_mask, blocks, config.block_size)
+            labels, supervised = self._labels(input_ids, loss_mask, blocks)
             loss, drafted = self._block_loss(states, labels, supervised, blocks, teacher)
             losses.append(loss)
             accepted = count_accepted(drafted, labels, supervised)
@@ -236,6 +242,22 @@ class RetraceTrainer(Trainer):
                 trajectory = carried_trajectory(states, verified, accepted)
             blocks = shift_blocks(blocks, accepted, loss_mask)
         return losses
+
+    @property
+    def _vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that head, loss and proposals run over; `None`: all."""
+        if self._loss_vocabulary is not None:
+            return self._loss_vocabulary
+        return DraftVocabulary.of(self._unwrapped, self.target)
+
+    def _labels(self, input_ids, loss_mask, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels of slots 1..B-1, and which are supervised (`[b, N, B - 1]`). One that is not among the drafted
+        tokens cannot be accepted: neither its slot nor those behind it are supervised."""
+        labels, supervised = block_labels(input_ids, loss_mask, blocks, self._config.block_size)
+        if self._vocabulary is not None:
+            known = self._vocabulary.places(labels)[1]
+            supervised = supervised & known.cumprod(dim=-1).bool()
+        return labels, supervised
 
     def _as_generate_runs_it(self):
         """The frozen target and its head in their own dtype, whatever precision the drafter trains in: features and
@@ -284,9 +306,9 @@ class RetraceTrainer(Trainer):
             teacher = SoftTargets(*(part[of_slot, places] for part in teacher))
         rows = states[:, :, 1:][valid]  # [n, B - 1, D]
         row_labels, supervised = labels[valid], supervised[valid]
-        if self._seen is not None:
-            row_labels, known = self._seen.places(row_labels)
-            supervised = supervised & known.cumprod(dim=-1).bool()
+        vocabulary = self._vocabulary
+        if vocabulary is not None:
+            row_labels = vocabulary.places(row_labels)[0]
         loss, cross_entropy, predictions = chunked_loss(
             rows.flatten(0, 1),
             row_labels.flatten(),
@@ -299,8 +321,8 @@ class RetraceTrainer(Trainer):
             weights = dpace_weights(cross_entropy.view(row_labels.shape), supervised, self.args.dpace_alpha)
         else:
             weights = decay_weights(supervised, self._gamma(self.model.training))
-        if self._seen is not None:
-            predictions = self._seen.token_ids[predictions]
+        if vocabulary is not None:
+            predictions = vocabulary.token_ids.to(predictions.device)[predictions]
         drafted = torch.zeros_like(labels)
         drafted[valid] = predictions.view(row_labels.shape)
         # The empty sum keeps every parameter in the graph of a rank without anchors.
@@ -308,18 +330,22 @@ class RetraceTrainer(Trainer):
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         with self._as_generate_runs_it():
-            if self._seen is not None:
-                return transform_logits(self.target, self._seen.logits(rows))
-            return draft_logits(self.target, rows)
+            vocabulary = self._vocabulary
+            return draft_logits(self.target, rows) if vocabulary is None else vocabulary.logits(rows)
 
-    def _seen_tokens(self) -> SeenTokens:
-        """Reads the training set once: every token that is an answer's."""
+    def _make_loss_vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that the loss runs over where no proposal comes of it, so that it may be in half precision."""
+        if self.args.num_carried_rounds:
+            return None
+        dtype = torch.bfloat16 if self.args.bf16 else None
+        if self._config.draft_vocab_size is not None:
+            return DraftVocabulary(self.target, self._unwrapped.draft_token_ids, dtype)
+        if not self.args.loss_on_seen_tokens:
+            return None
         seen = set()
         for row in self.train_dataset:
             seen.update(t for t, answer in zip(row["input_ids"], row["loss_mask"]) if answer)
-        # No proposal comes from them, so they need not be scored as generate() would.
-        dtype = torch.bfloat16 if self.args.bf16 else None
-        return SeenTokens(self.target.get_output_embeddings(), seen, dtype)
+        return DraftVocabulary(self.target, torch.tensor(sorted(seen)), dtype)
 
     def _set_beta(self):
         if not self.model.training:  # in evaluation the module takes it as 1
