@@ -114,6 +114,10 @@ def markdown(results: dict) -> str:
 def main():
     args = parse_args()
     drafter = RetraceDrafter.from_dflash(args.drafter, conditioning="corrected").float().eval()
+    if drafter.trajectory.value.weight.any():
+        raise ValueError(
+            f"{args.drafter} is a ReTrace checkpoint, which knows the signal already; give the DFlash it started from."
+        )
     target, tokenizer = load_target(args.target)
     rows = evaluate_drafters.read_rows(args, tokenizer)
     key = {"target": target_fingerprint(target), "prompts": file_hash(args.prompts), "tokens": args.max_new_tokens}
