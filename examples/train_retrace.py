@@ -55,7 +55,15 @@ MASK_TOKEN = "<empty_output>"  # an unused special token of SmolLM2
 NOTED = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
     *("lr_scheduler_type", "warmup_steps", "weight_decay", "bf16", "muon", "trajectory_learning_rate"),
-    *("num_anchors", "num_carried_rounds", "beta_warmup_steps", "loss_type", "soft_share", "loss_on_seen_tokens"),
+    *(
+        "num_anchors",
+        "num_carried_rounds",
+        "beta_warmup_steps",
+        "loss_type",
+        "soft_share",
+        "soft_tokens",
+        "loss_on_seen_tokens",
+    ),
     *(
         "loss_gamma",
         "loss_gamma_growth",

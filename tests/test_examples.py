@@ -540,3 +540,13 @@ def test_retrace_gains_where_states_hold_the_answer(run, tmp_path):
     assert arms["gated"]["over_control"]["interval"][1] < 1.1  # what gains is the target's states
     assert arms["corrected"]["generate"]["acceptance_length"] > 1.3 * arms["none"]["generate"]["acceptance_length"]
     assert all(entry["generate"]["equal_to_plain"] == 4 for entry in arms.values())
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_the_speed_of_training_is_measured(run, tmp_path):
+    small = ["--stages", 1, 2, "--dtypes", "bfloat16", "--rows", 1, "--anchors", 4, "--steps", 1]
+    run("measure_training.py", "--speed", *small, "--device", "cpu", "--output", tmp_path / "speed.md")
+    table = [line for line in (tmp_path / "speed.md").read_text().splitlines() if line.startswith("|")]
+    shares = [[int(cell) for cell in re.findall(r"(-?\d+) %", line)] for line in table[2:]]
+    assert len(shares) == 2 and all(len(row) == 7 and 96 <= sum(row) <= 104 for row in shares)
+    assert shares[0][3] == 0 and shares[1][3] > 0  # stage 1 verifies nothing
