@@ -140,13 +140,13 @@ class CacheAtStart:
 
     def __init__(self, cache: Cache, length: int):
         self.length = length
-        self.states = {id(layer): _copied(layer) for layer in cache.layers if is_recurrent(layer)}
+        self.states = {id(layer): copied_states(layer) for layer in cache.layers if is_recurrent(layer)}
 
     def roll_back(self, cache: Cache, verified: int) -> None:
         """Drops all tokens behind the first `verified`. Layer by layer, since a pass that failed half-way has grown
         some of them only."""
         for layer in cache.layers:
-            attention = _attention_part(layer)
+            attention = attention_part(layer)
             surplus = int(attention.get_seq_length(layer)) - verified if attention is not None else 0
             if surplus > 0:
                 attention.crop(layer, -surplus)
@@ -158,14 +158,14 @@ class CacheAtStart:
                 vars(layer).update(self.states[id(layer)])
 
 
-def _attention_part(layer) -> type | None:
+def attention_part(layer) -> type | None:
     """The class whose methods see a layer's keys and values, where it has any."""
     bases = type(layer).__mro__
     plain = (c for c in bases if issubclass(c, CacheLayerMixin) and not issubclass(c, LinearAttentionCacheLayerMixin))
     return next(plain, None)
 
 
-def _copied(layer) -> dict:
+def copied_states(layer) -> dict:
     """What a recurrent layer holds of its text."""
     held = {"cumulative_length_linear": layer.cumulative_length_linear.clone()}
     for name in ("conv_states", "recurrent_states"):
@@ -195,4 +195,12 @@ def fill_short_convolutions(cache: Cache) -> None:
                 layer.conv_states[i] = torch.nn.functional.pad(states, (missing, 0))
 
 
-__all__ = ["CacheAtStart", "check_rollback", "continues_a_cache", "fill_short_convolutions", "is_recurrent"]
+__all__ = [
+    "CacheAtStart",
+    "attention_part",
+    "check_rollback",
+    "continues_a_cache",
+    "copied_states",
+    "fill_short_convolutions",
+    "is_recurrent",
+]

@@ -15,6 +15,7 @@ from ..noise import block_inputs
 from ..positions import block_positions
 from ..roomy_cache import roomy_cache
 from ..trajectory import RejectedTrajectory, align_trajectory
+from .recurrent_verification import SEGMENT, RecurrentText, has_recurrent_layers
 
 
 class Blocks(NamedTuple):
@@ -27,11 +28,11 @@ class Blocks(NamedTuple):
 
 class TargetPass(NamedTuple):
     """features (`[b, S, C]`): The rows of context (`context.py`). last (`[b, S, D]`): The states after the final norm.
-    cache: The target's K/V over the clean tokens, where asked for."""
+    cache: The target's K/V over the clean tokens, where asked for; of a target with recurrent layers its states too."""
 
     features: torch.Tensor
     last: torch.Tensor
-    cache: Cache | None
+    cache: Cache | RecurrentText | None
 
 
 def eligible_anchors(loss_mask: torch.Tensor) -> torch.Tensor:
@@ -173,6 +174,8 @@ def read_clean_text(
     text = target.config.get_text_config(decoder=True)
     layers = text.num_hidden_layers
     length, cache = input_ids.shape[1], None
+    if room is not None and has_recurrent_layers(target):
+        return _read_in_segments(target, input_ids, target_layer_ids, target_kv_layer_ids)
     if room is not None or target_kv_layer_ids:
         cache = roomy_cache(text, length + (room or 0))
     out = target.get_decoder()(
@@ -183,6 +186,19 @@ def read_clean_text(
     )
     rows = gather_context_rows(out.hidden_states, target_layer_ids, cache, target_kv_layer_ids, 0, length)
     return TargetPass(rows, out.last_hidden_state, None if room is None else cache)
+
+
+def _read_in_segments(
+    target: PreTrainedModel, input_ids: torch.Tensor, target_layer_ids: list[int], target_kv_layer_ids: list[int] | None
+) -> TargetPass:
+    text = RecurrentText(target, input_ids.shape[1])
+    captured = captured_layers(target_layer_ids, text.config.num_hidden_layers, with_last=False)
+    rows, last = [], []
+    for start, end, out in text.read(input_ids, captured):
+        kv = (text.cache, target_kv_layer_ids, start, end)
+        rows.append(gather_context_rows(out.hidden_states, target_layer_ids, *kv))
+        last.append(out.last_hidden_state)
+    return TargetPass(torch.cat(rows, dim=1), torch.cat(last, dim=1), text)
 
 
 def draft_blocks(
@@ -227,7 +243,7 @@ def draft_blocks(
 @torch.no_grad()
 def verify_blocks(
     target: PreTrainedModel,
-    cache: Cache,
+    cache: Cache | RecurrentText,
     input_ids: torch.Tensor,
     drafted: torch.Tensor,
     blocks: Blocks,
@@ -235,7 +251,7 @@ def verify_blocks(
     """The frozen target over all drafted blocks in one forward; `cache` is given back as it came.
 
     Args:
-        cache (`Cache`): K/V over the `S` clean tokens, with room for the drafted ones.
+        cache (`Cache` or [`RecurrentText`]): K/V over the `S` clean tokens, with room for the drafted ones.
         input_ids (`torch.LongTensor` of shape `[b, S]`): Clean tokens.
         drafted (`torch.LongTensor` of shape `[b, N, B - 1]`): Proposals of slots 1..B-1.
 
@@ -244,7 +260,10 @@ def verify_blocks(
     """
     batch_size, length = input_ids.shape
     num_anchors, block_size = drafted.shape[1], drafted.shape[2] + 1
-    block_ids = torch.cat([input_ids.gather(1, blocks.anchors)[..., None], drafted], dim=-1).flatten(1)
+    block_ids = torch.cat([input_ids.gather(1, blocks.anchors)[..., None], drafted], dim=-1)
+    if isinstance(cache, RecurrentText):
+        return cache.verify(input_ids, block_ids, *blocks)
+    block_ids = block_ids.flatten(1)
     positions = block_positions(blocks.anchors, block_size)
     states = target.get_decoder()(
         block_ids,
@@ -297,14 +316,13 @@ def check_verification(target: PreTrainedModel) -> None:
     """
     text = target.config.get_text_config(decoder=True)
     device = target.device
-    ids = torch.arange(14, device=device)[None] % text.vocab_size
-    anchors = torch.tensor([[4, 7]], device=device)
+    ids = torch.arange(SEGMENT + 14, device=device)[None] % text.vocab_size
+    anchors = torch.tensor([[4, SEGMENT + 7]], device=device)
     drafted = ids[:, [1, 9, 2, 0, 3, 10]].view(1, 2, 3)
-    cache = roomy_cache(text, ids.shape[1] + 8)
     decoder = target.get_decoder()
     cure = "use conditioning='gated' or 'none', which need no verification."
     try:
-        decoder(ids, cache=cache, use_cache=True)
+        cache = read_clean_text(target, ids, [0], room=8).cache
         found = verify_blocks(target, cache, ids, drafted, Blocks(anchors, torch.ones_like(anchors, dtype=torch.bool)))
     except (TypeError, ValueError) as error:
         raise ValueError(
