@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from retrace_hf import RetraceDrafter
 
@@ -64,6 +64,16 @@ def plain(target: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens: int
     """What `generate()` gives without a drafter, greedily unless told otherwise."""
     kwargs = {"do_sample": False, **kwargs}
     return target.generate(input_ids=prompt, max_new_tokens=max_new_tokens, **kwargs)
+
+
+@torch.no_grad()
+def by_steps(target: PreTrainedModel, ids: torch.LongTensor) -> torch.Tensor:
+    """The target's states after the final norm `[b, S, D]`, read one token after another."""
+    cache, states = DynamicCache(config=target.config.get_text_config(decoder=True)), []
+    for i, token in enumerate(ids.split(1, dim=1)):
+        positions = torch.full_like(token, i)
+        states.append(target(token, cache=cache, position_ids=positions, output_hidden_states=True).hidden_states[-1])
+    return torch.cat(states, dim=1)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from .fixtures import (
     BLOCK_SIZE,
     MASK_TOKEN_ID,
     THREE_KINDS,
+    by_steps,
     drafters,
     oracle,
     plain,
@@ -138,7 +139,11 @@ def test_training_verifies_as_decoding_does(name):
     for n, anchor in enumerate(anchors[0].tolist()):
         whole = torch.cat([ids[:, : anchor + 1], drafted[:, n]], dim=1)
         expected = target.get_decoder()(whole, use_cache=False).last_hidden_state[:, anchor:]
-        assert (states[:, n] - expected).norm() < 1e-5 * expected.norm()
+        error = (states[:, n] - expected).norm()
+        if FAMILIES[name].kind == HYBRID:  # whose scan of many tokens is rounded otherwise than one step after another
+            assert error < max(1e-5 * expected.norm(), 2 * (by_steps(target, whole)[:, anchor:] - expected).norm())
+        else:
+            assert error < 1e-5 * expected.norm()
 
 
 def test_the_trainer_asks_before_it_trains(tmp_path):

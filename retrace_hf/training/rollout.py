@@ -322,7 +322,11 @@ def check_verification(target: PreTrainedModel) -> None:
     decoder = target.get_decoder()
     cure = "use conditioning='gated' or 'none', which need no verification."
     try:
-        cache = read_clean_text(target, ids, [0], room=8).cache
+        if has_recurrent_layers(target):
+            cache = read_clean_text(target, ids, [0], room=8).cache
+        else:
+            cache = roomy_cache(text, ids.shape[1] + 8)
+            decoder(ids, cache=cache, use_cache=True)
         found = verify_blocks(target, cache, ids, drafted, Blocks(anchors, torch.ones_like(anchors, dtype=torch.bool)))
     except (TypeError, ValueError) as error:
         raise ValueError(
