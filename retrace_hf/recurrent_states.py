@@ -72,6 +72,14 @@ def continues_a_cache(target: PreTrainedModel) -> bool:
     return _CHECKED.get(target, True)
 
 
+def positions_behind(target: PreTrainedModel, ids: torch.LongTensor, start: int) -> dict:
+    """`position_ids` of tokens `[b, n]` behind `start` others, for a target's decoder that takes any. Some count from 0
+    where they are not told."""
+    if "position_ids" not in inspect.signature(target.get_decoder().forward).parameters:
+        return {}
+    return {"position_ids": torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)}
+
+
 @torch.no_grad()
 def _try(target: PreTrainedModel) -> bool:
     """Verifies blocks of known tokens, takes wrong ones back, and goes on; returns whether a pass longer than a block
@@ -79,12 +87,9 @@ def _try(target: PreTrainedModel) -> bool:
     text, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
     device = target.get_input_embeddings().weight.device
     ids = (torch.arange(3, 3 + 4 * _BLOCK, device=device) % text.vocab_size)[None]
-    placed = "position_ids" in inspect.signature(decoder.forward).parameters
 
     def read(tokens: torch.LongTensor, cache: Cache | None, start: int) -> torch.Tensor:
-        # As generate() does: some count from 0 where they are not told.
-        positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
-        options = {"position_ids": positions} if placed else {}
+        options = positions_behind(target, tokens, start)
         out = decoder(tokens, cache=cache, use_cache=cache is not None, output_hidden_states=[1], **options)
         if out.hidden_states[0] is not None:
             raise RuntimeError("it hands over the states of other layers than those asked for")
@@ -203,4 +208,5 @@ __all__ = [
     "copied_states",
     "fill_short_convolutions",
     "is_recurrent",
+    "positions_behind",
 ]

@@ -9,7 +9,6 @@ block, where no token that is used sees it.
 Shapes as in `rollout.py`: b sequences of S tokens, N anchors each, blocks of B slots.
 """
 
-import inspect
 from collections.abc import Iterator
 
 import torch
@@ -23,6 +22,7 @@ from ..recurrent_states import (
     copied_states,
     fill_short_convolutions,
     is_recurrent,
+    positions_behind,
 )
 from ..roomy_cache import roomy_cache
 
@@ -72,15 +72,11 @@ class RecurrentText:
 
     def _run(self, ids: torch.LongTensor, cache: Cache, start: int, **options):
         """One pass behind `start` tokens in the cache."""
-        decoder = self.target.get_decoder()
         if not continues_a_cache(self.target):
             # Where states are to be kept it goes token by token, from where it is.
             cache.activate_past_recording(recurrent_states_to_keep=ids.shape[1])
-        if "position_ids" in inspect.signature(decoder.forward).parameters:
-            # Some count from 0 where they are not told.
-            positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-            options["position_ids"] = positions.expand(ids.shape[0], -1)
-        out = decoder(ids, cache=cache, use_cache=True, **options)
+        options |= positions_behind(self.target, ids, start)
+        out = self.target.get_decoder()(ids, cache=cache, use_cache=True, **options)
         if not continues_a_cache(self.target):
             cache.crop(0)  # the states before the last
             fill_short_convolutions(cache)
