@@ -173,22 +173,22 @@ LETTERS_TEMPLATE = (
 )
 
 
-def letters_chat_target(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def letters_chat_target(seed: int = 0, family: str = "llama") -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A tiny target that chats in letters and ends some answers, with the eos token or with another, `<|eot|>`."""
     tokenizer = letters_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|end|>"})
     tokenizer.add_tokens(["<|system|>", "<|user|>", "<|assistant|>", "<|eot|>"], special_tokens=True)
     tokenizer.chat_template = LETTERS_TEMPLATE
     ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|eot|>"])
-    target = tiny_target("llama", seed=seed, vocab_size=len(tokenizer), eos_token_id=ends)
+    target = tiny_target(family, seed=seed, vocab_size=len(tokenizer), eos_token_id=ends)
     with torch.no_grad():
         target.get_output_embeddings().weight[ends] *= 2.0
     return target, tokenizer
 
 
-def save_letters_target(folder: Path, before_template: str = "") -> Path:
+def save_letters_target(folder: Path, before_template: str = "", family: str = "llama") -> Path:
     """That target in a folder, with more of Jinja in front of its template. Returns the folder."""
-    target, tokenizer = letters_chat_target()
+    target, tokenizer = letters_chat_target(family=family)
     tokenizer.chat_template = before_template + tokenizer.chat_template
     target.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
