@@ -4,6 +4,7 @@ import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -74,6 +75,26 @@ def by_steps(target: PreTrainedModel, ids: torch.LongTensor) -> torch.Tensor:
         positions = torch.full_like(token, i)
         states.append(target(token, cache=cache, position_ids=positions, output_hidden_states=True).hidden_states[-1])
     return torch.cat(states, dim=1)
+
+
+@torch.no_grad()
+def is_the_pass_over(target: PreTrainedModel, ids: torch.LongTensor, found: torch.Tensor) -> bool:
+    """Whether `found`, `[n, D]`, are the last `n` states of the text `[1, S]`, to 1e-5; or, where a target's scan is
+    rounded worse than that, as near to the pass in float64 as plain passes are, of all tokens or of one after another.
+    """
+    def error(states, expected):
+        return float((states - expected).norm() / expected.norm())
+
+    def last(model):
+        return model.get_decoder()(ids, use_cache=False).last_hidden_state[0, -len(found) :].double()
+
+    plain, found = last(target), found.double()
+    if error(found, plain) < 1e-5:
+        return True
+    in_double = deepcopy(target).double()
+    in_double.set_experts_implementation("eager")  # the others have no float64
+    exact, steps = last(in_double), by_steps(target, ids)[0, -len(found) :].double()
+    return error(found, exact) < 2 * max(error(plain, exact), error(steps, exact))
 
 
 @torch.no_grad()

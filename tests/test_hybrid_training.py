@@ -22,9 +22,8 @@ from retrace_hf.training.rollout import Blocks
 
 from .fixtures import (
     BLOCK_SIZE,
-    by_steps,
+    is_the_pass_over,
     letters_chat_target,
-    oracle,
     plain,
     prompt_of,
     randomize,
@@ -47,12 +46,6 @@ FEW = ["qwen3_5_text", "bamba", "falcon_h1", "lfm2", "jamba", "mamba2"]
 
 def relative(found, expected):
     return float((found - expected).norm() / expected.norm())
-
-
-def tolerance(target, ids, start=0):
-    """1e-5, or twice what the target's scan of many tokens differs by from one step after another."""
-    whole = target.get_decoder()(ids, use_cache=False).last_hidden_state
-    return max(1e-5, 2 * relative(by_steps(target, ids)[:, start:], whole[:, start:]))
 
 
 def padded(*lengths):
@@ -82,14 +75,13 @@ def test_blocks_equal_a_pass_over_each_prefix(name):
     for row, column in valid.nonzero().tolist():
         anchor = int(anchors[row, column])
         whole = torch.cat([ids[row : row + 1, : anchor + 1], drafted[row, column][None]], dim=1)
-        expected = target.get_decoder()(whole, use_cache=False).last_hidden_state[:, anchor:]
-        assert relative(states[row, column], expected[0]) < tolerance(target, whole, anchor), (row, anchor)
+        assert is_the_pass_over(target, whole, states[row, column]), (row, anchor)
     # What the drafter reads and the soft targets are of the same pass, and those of each text alone.
     for row, length in enumerate((2 * segment + 6, segment + 2)):
         text = ids[row : row + 1, :length]
+        assert is_the_pass_over(target, text, clean.last[row, :length])
         alone = rollout.read_clean_text(target, text, [1, 3])
-        assert relative(clean.features[row, :length], alone.features[0]) < tolerance(target, text)
-        assert relative(clean.last[row, :length], alone.last[0]) < tolerance(target, text)
+        assert relative(clean.features[row, :length], alone.features[0]) < 1e-4
 
 
 @torch.no_grad()
@@ -131,8 +123,7 @@ def test_carried_rounds_read_the_states_of_their_own_prefix(name, tmp_path, monk
     """Two of them, so that anchors which no one drew are verified too; rows of other lengths."""
     target = tiny_target(name)
     rows = [*rows_of(target, count=1, new_tokens=60), *rows_of(target, count=2, new_tokens=24)[1:]]
-    drafter = oracle(randomize(tiny_drafter(target)), target, torch.tensor([rows[0]["input_ids"]]))
-    del drafter.forward  # a real one: the oracle's serves generate() alone
+    drafter = randomize(tiny_drafter(target))
     trainer = make_trainer(drafter, target, tmp_path, rows, num_carried_rounds=2)
     batch = RetraceDataCollator()(rows)
     monkeypatch.setattr(trainer_module, "count_accepted", lambda drafted, labels, supervised: supervised.sum(-1) // 2)
@@ -147,7 +138,7 @@ def test_carried_rounds_read_the_states_of_their_own_prefix(name, tmp_path, monk
 
 @pytest.mark.parametrize("name", ["qwen3_5", "jamba"])
 def test_a_drafter_is_trained_in_both_stages(name, tmp_path):
-    target, rows = tiny_target(name), None
+    target = tiny_target(name)
     rows = rows_of(target)
     dflash = tiny_drafter(target, conditioning="none")
     trainer = make_trainer(dflash, target, tmp_path, rows, num_carried_rounds=0, max_steps=30, learning_rate=5e-3)
@@ -210,13 +201,13 @@ def test_the_loss_over_cached_features_is_that_of_the_target_online(name, tmp_pa
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_in_a_batch_are_those_one_by_one(name):
     target, tokenizer = letters_chat_target(family=name)
-    questions = ["ga", "gagbgccacbcc" * 3, "dfdgdhab"]
+    questions = ["ga", "gagbgccacbcc" * 3, "dfdgdhab", "abacad" * 2, "cdcecf", "bbbcbdbe" * 3]
     requests = [(str(i), [{"role": "user", "content": text}]) for i, text in enumerate(questions)]
     found = {}
-    for batch_size in (1, 3):
+    for batch_size in (1, 4):
         answers = TargetAnswers(target, tokenizer, max_new_tokens=20, batch_size=batch_size)
         found[batch_size] = [a.ids for a in answers(requests, 0, 0, lambda tokens: None)]
-    assert found[1] == found[3] and max(map(len, found[1])) > 10
+    assert found[1] == found[4] and sum(map(len, found[1])) > 20
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -310,7 +301,10 @@ AS_THE_TARGET = {**WHOLE_HEADS, "partial_rotary_factor": 0.25, "mrope_section": 
 @pytest.mark.parametrize("rope", [WHOLE_HEADS, AS_THE_TARGET], ids=["whole heads", "as the target"])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_text"])
 def test_a_dflash_of_z_lab_drafts(name, rope, tmp_path):
-    target = tiny_target(name, rope_parameters=AS_THE_TARGET, head_dim=16)
+    rope_of_target = {"rope_parameters": AS_THE_TARGET, "head_dim": 16}
+    if FAMILIES[name].has_images:
+        rope_of_target = {"text_config": FAMILIES[name].fields["text_config"] | rope_of_target}
+    target = tiny_target(name, **rope_of_target)
     folder = dflash_folder(tmp_path / "z-lab", target, rope)
     drafter = RetraceDrafter.from_dflash(folder, target=target, conditioning="none")
     frequencies = drafter.rotary_emb.inv_freq
@@ -321,7 +315,7 @@ def test_a_dflash_of_z_lab_drafts(name, rope, tmp_path):
     for length in (2, 40):
         sequence = plain(target, prompt_of(length), 17)
         assert torch.equal(plain(target, prompt_of(length), 17, assistant_model=drafter), sequence)
-    convert(folder, tmp_path / "ours", "retrace", target=None)
+    convert(folder, tmp_path / "ours", "retrace")
     if rope is AS_THE_TARGET:  # the format's own class and some servers rotate whole heads
         with pytest.raises(ValueError, match="partial_rotary_factor=0.25, which z-lab cannot hold"):
             convert(tmp_path / "ours", tmp_path / "back", "z-lab")

@@ -127,7 +127,9 @@ class RecurrentText:
                 kept = (t[:, :, : segment * SEGMENT] for t in (read.keys, read.values))
                 attention.update(layer, *(t.index_select(0, rows.to(t.device)) for t in kept))
             if states is not None:
-                vars(layer).update({name: v.copy() if isinstance(v, dict) else v.clone() for name, v in states.items()})
+                vars(layer).update(
+                    {name: v.copy() if isinstance(v, dict) else v.clone() for name, v in states.items()}
+                )
                 for name in ("conv_kernel_size", "device", "dtype"):
                     setattr(layer, name, getattr(read, name))
                 LinearAttentionLayer.reorder_cache(layer, rows)

@@ -189,7 +189,10 @@ def read_clean_text(
 
 
 def _read_in_segments(
-    target: PreTrainedModel, input_ids: torch.Tensor, target_layer_ids: list[int], target_kv_layer_ids: list[int] | None
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    target_layer_ids: list[int],
+    target_kv_layer_ids: list[int] | None,
 ) -> TargetPass:
     text = RecurrentText(target, input_ids.shape[1])
     captured = captured_layers(target_layer_ids, text.config.num_hidden_layers, with_last=False)
