@@ -73,8 +73,8 @@ def continues_a_cache(target: PreTrainedModel) -> bool:
 
 
 def positions_behind(target: PreTrainedModel, ids: torch.LongTensor, start: int) -> dict:
-    """`position_ids` of tokens `[b, n]` behind `start` others, for a target's decoder that takes any. Some count from 0
-    where they are not told."""
+    """`position_ids` of tokens `[b, n]` behind `start` others, for a decoder that takes any: some count from 0 where
+    they are not told."""
     if "position_ids" not in inspect.signature(target.get_decoder().forward).parameters:
         return {}
     return {"position_ids": torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)}

@@ -82,6 +82,7 @@ def is_the_pass_over(target: PreTrainedModel, ids: torch.LongTensor, found: torc
     """Whether `found`, `[n, D]`, are the last `n` states of the text `[1, S]`, to 1e-5; or, where a target's scan is
     rounded worse than that, as near to the pass in float64 as plain passes are, of all tokens or of one after another.
     """
+
     def error(states, expected):
         return float((states - expected).norm() / expected.norm())
 

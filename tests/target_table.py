@@ -94,7 +94,8 @@ _STATE = "rolled back after a rejected draft.*generate without assistant_model"
 _MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 _DELTA_NET = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
 _DELTA_NET |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-_MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+# Chunks that end in the prompts of the tests; whole ones of 256 tokens are work for nothing.
+_MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _IMAGE_TOKENS = {
     "image_token_id": 190,
     "video_token_id": 191,
@@ -243,6 +244,7 @@ _ROWS = [
             "mamba_head_dim": 8,
             "ssm_state_size": 8,
             "n_groups": 1,
+            "chunk_size": 16,
             "n_routed_experts": 2,
             "num_experts_per_tok": 1,
             "moe_intermediate_size": 32,
@@ -255,7 +257,7 @@ _ROWS = [
         RECURRENT,
         "Mamba 2",
         "mamba2",
-        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
+        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16},
         since="5.25",
     ),
     Family(OWN_STATE, "RecurrentGemma", "recurrent_gemma", {"lru_width": 32, "attention_window_size": 16}, _STATE),

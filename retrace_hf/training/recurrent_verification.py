@@ -10,6 +10,7 @@ Shapes as in `rollout.py`: b sequences of S tokens, N anchors each, blocks of B 
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -20,16 +21,14 @@ from ..recurrent_states import (
     check_rollback,
     continues_a_cache,
     copied_states,
-    fill_short_convolutions,
     is_recurrent,
     positions_behind,
 )
 from ..roomy_cache import roomy_cache
 
 
-# Tokens between two copies. Each is a pass of the target, and a row reads half of it before its anchor: 32 beside
-# blocks of 8 to 16 fills, and does not exceed, the 64 tokens that the scans of Qwen3.5 and its kind work through at
-# once.
+# Tokens between two copies. Fewer make more passes over the text, more make longer rows: a row reads half a segment
+# before its anchor. With blocks of up to 33 a row fits into the 64 tokens that a delta net's scan takes at once.
 SEGMENT = 32
 # Blocks at once: each row holds K/V of the whole text before it.
 _ROWS = 64
@@ -72,14 +71,13 @@ class RecurrentText:
 
     def _run(self, ids: torch.LongTensor, cache: Cache, start: int, **options):
         """One pass behind `start` tokens in the cache."""
-        if not continues_a_cache(self.target):
-            # Where states are to be kept it goes token by token, from where it is.
+        anew = start > 0 and not continues_a_cache(self.target)
+        if anew:  # unless states are to be kept: then it goes token by token, from where it is
             cache.activate_past_recording(recurrent_states_to_keep=ids.shape[1])
         options |= positions_behind(self.target, ids, start)
         out = self.target.get_decoder()(ids, cache=cache, use_cache=True, **options)
-        if not continues_a_cache(self.target):
+        if anew:
             cache.crop(0)  # the states before the last
-            fill_short_convolutions(cache)
         return out
 
     def verify(self, input_ids: torch.LongTensor, block_ids: torch.LongTensor, anchors, valid) -> torch.Tensor:
@@ -127,9 +125,7 @@ class RecurrentText:
                 kept = (t[:, :, : segment * SEGMENT] for t in (read.keys, read.values))
                 attention.update(layer, *(t.index_select(0, rows.to(t.device)) for t in kept))
             if states is not None:
-                vars(layer).update(
-                    {name: v.copy() if isinstance(v, dict) else v.clone() for name, v in states.items()}
-                )
+                vars(layer).update(deepcopy(states))  # which the block goes on to change
                 for name in ("conv_kernel_size", "device", "dtype"):
                     setattr(layer, name, getattr(read, name))
                 LinearAttentionLayer.reorder_cache(layer, rows)

@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
 
 class TargetPass(NamedTuple):
     """features (`[b, S, C]`): The rows of context (`context.py`). last (`[b, S, D]`): The states after the final norm.
-    cache: The target's K/V over the clean tokens, where asked for; of a target with recurrent layers its states too."""
+    cache: The target's K/V over the clean tokens, where asked for, and its recurrent states where it has any."""
 
     features: torch.Tensor
     last: torch.Tensor
@@ -319,13 +319,15 @@ def check_verification(target: PreTrainedModel) -> None:
     """
     text = target.config.get_text_config(decoder=True)
     device = target.device
-    ids = torch.arange(SEGMENT + 14, device=device)[None] % text.vocab_size
-    anchors = torch.tensor([[4, SEGMENT + 7]], device=device)
+    recurrent = has_recurrent_layers(target)
+    second = 7 + (SEGMENT if recurrent else 0)  # behind states that were kept
+    ids = torch.arange(second + 7, device=device)[None] % text.vocab_size
+    anchors = torch.tensor([[4, second]], device=device)
     drafted = ids[:, [1, 9, 2, 0, 3, 10]].view(1, 2, 3)
     decoder = target.get_decoder()
     cure = "use conditioning='gated' or 'none', which need no verification."
     try:
-        if has_recurrent_layers(target):
+        if recurrent:
             cache = read_clean_text(target, ids, [0], room=8).cache
         else:
             cache = roomy_cache(text, ids.shape[1] + 8)
