@@ -324,6 +324,7 @@ def test_a_dflash_of_z_lab_drafts(name, rope, tmp_path):
     target = tiny_target(name, **rope_of_target)
     folder = dflash_folder(tmp_path / "z-lab", target, rope)
     drafter = RetraceDrafter.from_dflash(folder, target=target, conditioning="none")
+    assert not {"mrope_section", "mrope_interleaved"} & set(drafter.config.rope_parameters)
     frequencies = drafter.rotary_emb.inv_freq
     if rope is AS_THE_TARGET:
         torch.testing.assert_close(frequencies, target.get_decoder().rotary_emb.inv_freq)
