@@ -273,8 +273,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
             self._cache = kept.cache
             # The last tokens of a call were verified after its last draft: the drafter has not read them. Where the
             # target's cache lets go of them they are fed again; where its layers slide or keep a state, or the user is
-            # to see the prefill's rows, the context has a gap there. So it has where another call went on from there: how that
-            # one masked and placed its tokens is not known, and plain generate() takes them as they are.
+            # to see the prefill's rows, the context has a gap there. So it has where another call went on from there:
+            # how that one masked and placed its tokens is not known, and plain generate() takes them as they are.
             unread = cached - kept.tokens.shape[1]
             slides = any(is_recurrent(layer) or layer.is_sliding for layer in self._target_cache.layers)
             # Keys that were rotated by other frequencies would not come back as they were.
@@ -818,7 +818,8 @@ def check_inputs(
         )
     if generation_config.prefill_chunk_size is not None:
         whole = ["inputs_embeds", *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL]
-        found = [key for key in whole if model_kwargs.get(key) is not None]
+        # Where a text has no image, its encoder's outputs are an empty dictionary.
+        found = [key for key in whole if model_kwargs.get(key) is not None and model_kwargs[key] != {}]
         if found:
             raise ValueError(f"{found[0]} cannot be prefilled in chunks; leave out prefill_chunk_size.")
     cache = model_kwargs.get("cache")

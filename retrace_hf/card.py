@@ -85,7 +85,7 @@ target.generate(
 LIMITS = """## Limits
 
 - One sequence at a time: batches and beams are refused, as in transformers' own assisted generation.
-- The target's cache must be one that can be cropped: recurrent, linear-attention and hybrid targets are refused.
+- The target's cache must be one that can be cropped; targets with recurrent layers need transformers 5.25 or newer.
 - In bfloat16 a pass over several tokens can flip a near-tie between the two most likely tokens, as with any
   speculative decoding.
 - How much is accepted depends on the text: another domain, language, chat template or thinking mode than it was

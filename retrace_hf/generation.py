@@ -49,20 +49,20 @@ def install_generate_hook() -> None:
     if _package_of(__name__) in GenerationMixin._retrace_hooks:
         return
     GenerationMixin._retrace_hooks.append(_package_of(__name__))
-    _warn_of_untested_version()
+    _warn_of_untested_version(transformers.__version__)
     GenerationMixin._extract_generation_mode_kwargs = _extracting(GenerationMixin._extract_generation_mode_kwargs)
     GenerationMixin._validate_generation_mode = _validating(GenerationMixin._validate_generation_mode)
     GenerationMixin._assisted_decoding = _decoding(GenerationMixin._assisted_decoding)
     GenerationMixin._get_candidate_generator = _choosing(GenerationMixin._get_candidate_generator)
 
 
-def _warn_of_untested_version() -> None:
+def _warn_of_untested_version(version: str) -> None:
     """The methods that are wrapped are transformers' own affair and move between minor versions."""
-    found = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+    found = tuple(int(number) for number in version.split(".")[:2])
     if found > TESTED_VERSIONS[-1]:
-        first, last = (".".join(map(str, version)) for version in (TESTED_VERSIONS[0], TESTED_VERSIONS[-1]))
+        first, last = (".".join(map(str, tested)) for tested in (TESTED_VERSIONS[0], TESTED_VERSIONS[-1]))
         logger.warning(
-            f"transformers {transformers.__version__} is newer than those this code was tested with ({first} to "
+            f"transformers {version} is newer than those this code was tested with ({first} to "
             f"{last}). Compare a text with one generated without assistant_model, or run the tests that say what has "
             "moved: python -m pytest tests/test_contracts.py in the repository of retrace_hf."
         )

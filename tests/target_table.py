@@ -50,7 +50,7 @@ class Family:
         model_type (`str`): As transformers calls its config.
         fields (`dict`): What its tiny config has beyond the common shape, `None` to leave a field of that out.
         always_refused (`str`, *optional*): The error of `generate()` and `from_target`, a regular expression.
-        since (`str`, *optional*): The transformers that serves it, where that is not the oldest; before, it is refused.
+        since (`str`, *optional*): The first transformers that serves it, where the oldest supported one refuses it.
         untrainable (`str`, *optional*): The error of training with verification, a regular expression.
     """
 
@@ -94,6 +94,7 @@ _STATE = "rolled back after a rejected draft.*generate without assistant_model"
 _MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 _DELTA_NET = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
 _DELTA_NET |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_NO_ATTENTION = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"))
 # Chunks that end in the prompts of the tests; whole ones of 256 tokens are work for nothing.
 _MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _IMAGE_TOKENS = {
@@ -257,7 +258,7 @@ _ROWS = [
         RECURRENT,
         "Mamba 2",
         "mamba2",
-        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16},
+        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16, **_NO_ATTENTION},
         since="5.25",
     ),
     Family(OWN_STATE, "RecurrentGemma", "recurrent_gemma", {"lru_width": 32, "attention_window_size": 16}, _STATE),

@@ -163,3 +163,22 @@ def test_the_oldest_constraints_are_the_projects_own():
     same = Version(pin.version) == Version(constraints["transformers"])
     assert subprocess.run([*script, "--differs"]).returncode == (1 if same else 0)
     assert "test-oldest" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_transformers_that_are_allowed_are_those_that_were_tested(caplog):
+    """And one beyond them is no error: it is said once, where the hook is installed."""
+    from retrace_hf import generation
+
+    (bound,) = (Requirement(r) for r in PROJECT["project"]["dependencies"] if r.startswith("transformers"))
+    first, *_, last = (".".join(map(str, version)) for version in generation.TESTED_VERSIONS)
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert f"transformers=={last}." in constraints
+    assert all(bound.specifier.contains(f"{version}.9") for version in (first, last))
+    assert not bound.specifier.contains(f"{last[:-1]}{int(last[-1]) + 1}.0")
+    for version, warned in ((f"{last}.7", False), ("5.26.0", True), ("6.0.0.dev0", True)):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="retrace_hf"):
+            generation._warn_of_untested_version(version)
+        assert bool(caplog.records) is warned
+        if warned:
+            assert f"({first} to {last})" in caplog.text and "tests/test_contracts.py" in caplog.text
