@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # the script beside this one
 import evaluate_drafters
 
 from retrace_hf import RetraceDrafter
-from retrace_hf.candidate_generator import draft_logits
 from retrace_hf.data.features import target_fingerprint
 from retrace_hf.evaluation import AcceptanceStats, KeptLines, roll_out, write_results
 from retrace_hf.evaluation.results import describe_drafter, file_hash, provenance
 from retrace_hf.files import write_text
+from retrace_hf.target_head import draft_logits
 from retrace_hf.targets import load_target
 from retrace_hf.terminal import run_command
 

@@ -10,7 +10,9 @@ Stage 2, ReTrace, from it (the target runs beside the drafter):
     python examples/train_retrace.py --init_from runs/stage1 --conditioning corrected --num_carried_rounds 2 \
         --responses examples/data/responses_0.jsonl.gz --output_dir runs/corrected
 
-The SFT control is stage 2 with `--conditioning none`: the same blocks, without the signal.
+The SFT control is stage 2 with `--conditioning none`: the same blocks, without the signal. More of stage 2 starts from
+a ReTrace (`--init_from runs/corrected`): with its own conditioning the signal's modules go on as they are, with `none`
+they go and its backbone trains alone, with another one that one's start anew.
 
 What the drafter reads of the target is `--context_fusion`: shared (DFlash), layerwise (DFlare), kv or hybrid (KVShot).
 It goes with stage 1; with `--init_from` it turns a DFlash into the start of another (RetraceDrafter.from_dflash).
@@ -40,6 +42,7 @@ from retrace_hf.configuration_retrace import CONTEXT_FUSIONS, CONTEXT_KV_ROPES
 from retrace_hf.data.features import TargetFeatures, features_key
 from retrace_hf.data.prompts import read_eval_prompts
 from retrace_hf.data.tokenize import tokenize_responses
+from retrace_hf.draft_vocabulary import most_frequent_tokens
 from retrace_hf.evaluation import write_results
 from retrace_hf.evaluation.results import command_line, file_hash, rounded
 from retrace_hf.targets import load_target
@@ -67,7 +70,7 @@ NOTED = (
 
 NOTED_OF_SCRIPT = (
     *("target", "target_dtype", "conditioning", "num_draft_layers", "block_size", "target_layer_ids"),
-    *("context_fusion", "target_kv_layer_ids", "context_kv_rope"),
+    *("context_fusion", "target_kv_layer_ids", "context_kv_rope", "draft_vocab_size"),
     *("init_from_target", "mask_token", "max_length", "limit", "early_stopping_patience"),
 )
 
@@ -86,7 +89,7 @@ class ScriptArguments:
         },
     )
     init_from: str | None = field(
-        default=None, metadata={"help": "A DFlash drafter to start from; a new one by default."}
+        default=None, metadata={"help": "A DFlash or ReTrace drafter to start from; a new one by default."}
     )
     conditioning: str = field(
         default="corrected",
@@ -111,6 +114,10 @@ class ScriptArguments:
         default=None,
         metadata={"help": "RoPE on these keys; kept by default.", "choices": list(CONTEXT_KV_ROPES)},
     )
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={"help": "Draft among so many tokens, those that stand most often in the answers; all by default."},
+    )
     mask_token: str | None = field(
         default=None, metadata={"help": "Token for slots, of a new drafter; <empty_output> by default."}
     )
@@ -133,6 +140,9 @@ class ScriptArguments:
 def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> RetraceDrafter:
     context = {name: getattr(script, name) for name in ("context_fusion", "target_kv_layer_ids", "context_kv_rope")}
     context = {name: value for name, value in context.items() if value is not None}
+    tokens = None
+    if script.draft_vocab_size is not None:
+        tokens = most_frequent_tokens(dataset, script.draft_vocab_size, always=end_tokens(target, tokenizer))
     if script.init_from is not None:
         fixed = ["num_draft_layers", "target_layer_ids", "mask_token", "init_from_target"]
         if script.context_fusion is None:
@@ -143,12 +153,13 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
         changes = {} if script.block_size is None else {"block_size": script.block_size}
         start, rows = script.init_from, None
         if script.context_fusion == "layerwise":  # it starts from a fit to what this one taps
-            start = RetraceDrafter.from_dflash(start, target=target, conditioning="none")
+            start = RetraceDrafter.from_dflash(start, target=target, conditioning=script.conditioning)
             rows = tapped_rows(start, target, dataset) if start.config.context_fusion == "shared" else None
         return RetraceDrafter.from_dflash(
             start,
             target=target,
             context_rows=rows,
+            draft_token_ids=tokens,
             conditioning=script.conditioning,
             **context,
             **changes,
@@ -167,9 +178,17 @@ def make_drafter(script: ScriptArguments, target, tokenizer, dataset) -> Retrace
         block_size=8 if script.block_size is None else script.block_size,
         target_layer_ids=script.target_layer_ids,
         init_from_target=script.init_from_target is not False,
+        draft_token_ids=tokens,
         conditioning=script.conditioning,
         **context,
     )
+
+
+def end_tokens(target, tokenizer) -> set[int]:
+    """The tokens that end an answer, by the target's generation config and its tokenizer."""
+    ends = target.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return {*ends, tokenizer.eos_token_id} - {None}
 
 
 def tapped_rows(dflash: RetraceDrafter, target, dataset, num_tokens: int = 4096) -> torch.Tensor:

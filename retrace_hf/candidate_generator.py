@@ -1,10 +1,8 @@
 """One round of drafting inside `generate()`, and the check that a drafter and a target belong together."""
 
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -40,17 +38,15 @@ from .context import (
     target_kv_shape,
 )
 from .draft_context import DraftContext, drop_context, keep_context, take_context
-from .few_rows import apply_linear
+from .draft_vocabulary import DraftVocabulary
 from .noise import block_inputs
 from .positions import block_positions, rope_limits
 from .recurrent_states import check_rollback, continues_a_cache, is_recurrent
+from .target_head import check_head, draft_logits, head_logits
 from .trajectory import RejectedTrajectory, align_trajectory
 
 
 logger = logging.get_logger(__name__)
-
-# What weights are stored in where they are not quantised (float8 ones are).
-_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Processors that look at each row alone and never move its argmax: they cost no loop over slots.
 _ROW_WISE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, LogitNormalization)
@@ -149,6 +145,8 @@ class RetraceCandidateGenerator(CandidateGenerator):
         self.target_kv_shape = (config.target_num_key_value_heads, config.target_head_dim)
         self.conditioning = config.conditioning
         self.last_layer = target.config.get_text_config(decoder=True).num_hidden_layers
+
+        self.vocabulary = DraftVocabulary.of(drafter, target)
 
         self.logits_processor = _checked_processors(logits_processor)
         self.slot_by_slot = any(type(p) not in _ROW_WISE for p in self.logits_processor)
@@ -439,22 +437,39 @@ class RetraceCandidateGenerator(CandidateGenerator):
         """Tokens for the slots of `hidden` (`[1, k, D]`), and the logits of the law if they were drawn from one."""
         if not self.draws and not self.slot_by_slot:
             # A logit scale, a softcap and row-wise processors keep the argmax: none is applied.
-            return _head(self.target, hidden).argmax(dim=-1).to(input_ids.device), None
-        logits = draft_logits(self.target, hidden).to(device=input_ids.device, dtype=torch.float32)
+            return self._most_likely(hidden).to(input_ids.device), None
+        logits = self._logits(hidden).to(device=input_ids.device, dtype=torch.float32)
         if self.slot_by_slot:
             proposals = self._propose_slot_by_slot(input_ids, logits)
+            logits = logits[:, : proposals.shape[1]]
         else:
             prefixes = input_ids.expand(logits.shape[1], -1)
             logits = self.logits_processor(prefixes, logits[0])[None]
             proposals = _draw(logits[0])[None]
-        return proposals, logits if self.draws else None
+        return proposals, logits if self.draws and proposals.shape[1] else None
+
+    def _most_likely(self, hidden: torch.Tensor) -> torch.LongTensor:
+        """Each state's most likely token among those that are drafted, `[1, k]`."""
+        if self.vocabulary is not None:
+            return self.vocabulary.most_likely(hidden)
+        return head_logits(self.target, hidden).argmax(dim=-1)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[1, k, V]`, -inf for tokens that are not drafted."""
+        if self.vocabulary is not None:
+            return self.vocabulary.whole_logits(hidden)
+        return draft_logits(self.target, hidden)
 
     def _propose_slot_by_slot(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.LongTensor:
         """Applies the processors to each slot behind the proposals before it, as the loop does; writes to `logits`.
-        Where a user's own code is among them, an end token is left to the target: nothing stands behind it."""
+        Where a user's own code is among them, an end token is left to the target: nothing stands behind it. So is a
+        token where the processors leave none of the draft vocabulary; that depends on the tokens before it alone, so
+        that the law of those proposed stays what it was."""
         tokens = input_ids
         for slot in range(logits.shape[1]):
             logits[:, slot] = self.logits_processor(tokens, logits[:, slot])
+            if self.vocabulary is not None and not (logits[:, slot] > -torch.inf).any():
+                break
             chosen = _draw(logits[:, slot]) if self.draws else logits[:, slot].argmax(dim=-1)
             if self.eos is not None and torch.isin(chosen, self.eos.to(chosen.device)).any():
                 break
@@ -469,73 +484,6 @@ class RetraceCandidateGenerator(CandidateGenerator):
             if any(_stops(criterion, tokens[:, : input_ids.shape[1] + count]) for criterion in self.prefix_criteria):
                 return count - 1
         return proposals.shape[1]
-
-
-def draft_logits(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """The target's logits for states after its final norm: its LM head and what its model class does behind it.
-
-    Known: Granite's `logits_scaling` (a divisor), Cohere's `logit_scale`, the `output_multiplier` and
-    `lm_head_multiplier` of others (factors), and `final_logit_softcapping` of the Gemma family.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        hidden (`torch.Tensor` of shape `[b, k, D]`): On any device, in any floating dtype.
-
-    Returns:
-        `torch.Tensor` of shape `[b, k, V]`, where and as the head returns it.
-    """
-    return transform_logits(target, _head(target, hidden))
-
-
-def transform_logits(target: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    """What the target's class does to its head's output, by logit: scale and softcap. Any shape, `[..., n]`."""
-    config = target.config.get_text_config(decoder=True)
-    for factor in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if isinstance(getattr(config, factor, None), (int, float)):
-            logits = logits * getattr(config, factor)
-    if isinstance(getattr(config, "logits_scaling", None), (int, float)):
-        logits = logits / config.logits_scaling
-    if getattr(config, "final_logit_softcapping", None) is not None:
-        cap = config.final_logit_softcapping
-        logits = torch.tanh(logits / cap) * cap
-    return logits
-
-
-@torch.no_grad()
-def check_head(target: PreTrainedModel) -> None:
-    """Runs a few tokens through the target and raises a ValueError unless its logits are those of [`draft_logits`]."""
-    last = target.config.get_text_config(decoder=True).num_hidden_layers
-    # Several tokens, because the embedding of one may be zero (padding).
-    tokens = torch.arange(min(8, target.get_input_embeddings().weight.shape[0]), device=target.device)[None]
-    outputs = target(input_ids=tokens, output_hidden_states=[last], use_cache=False)
-    expected = outputs.logits.float()
-    found = draft_logits(target, outputs.hidden_states[last]).float().to(expected.device)
-    tolerance = 1e-3 if outputs.logits.dtype == torch.float32 else 5e-2
-    if not torch.linalg.vector_norm(found - expected) < tolerance * torch.linalg.vector_norm(expected):
-        raise ValueError(
-            f"{type(target).__name__} computes its logits from the last state in a way that is not known here, so "
-            "proposals cannot be drawn from the drafter's law; set drafter.config.proposal = 'argmax', which needs "
-            "none of it and samples the same law."
-        )
-
-
-def _head(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    head = target.get_output_embeddings()
-    hidden = hidden.to(device=_device_of(head, default=hidden.device), dtype=_dtype_of(head, default=target.dtype))
-    return apply_linear(head, hidden)
-
-
-def _device_of(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a module wants its input. Offloaded weights are on meta, and their hooks move the input themselves."""
-    # Any tensor tells: a quantised module may have no `weight`, or one that is a method.
-    own = next(chain(module.parameters(), module.buffers()), None)
-    return default if own is None or own.is_meta else own.device
-
-
-def _dtype_of(module: nn.Module, default: torch.dtype) -> torch.dtype:
-    """What a module wants its input in: its weight's dtype, and `default` where the weight is quantised."""
-    weight = getattr(module, "weight", None)
-    return weight.dtype if isinstance(weight, torch.Tensor) and weight.dtype in _PLAIN_DTYPES else default
 
 
 def _draw(logits: torch.Tensor) -> torch.LongTensor:
@@ -911,4 +859,4 @@ def _check_warm_cache(past: int, input_ids: torch.LongTensor, generation_config,
         )
 
 
-__all__ = ["RetraceCandidateGenerator", "check_inputs", "check_pairing", "draft_logits"]
+__all__ = ["RetraceCandidateGenerator", "check_inputs", "check_pairing"]

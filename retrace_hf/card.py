@@ -313,6 +313,8 @@ def _describe(folder: Path, config: dict, name: str, base_model: str | None) -> 
         rows["item slots"] = config["item_slots"]
     if config.get("step_embeddings"):
         rows["step embeddings"] = "one for each slot of a block"
+    if config.get("draft_vocab_size"):
+        rows["draft vocabulary"] = f"{config['draft_vocab_size']:,} of the target's {config['vocab_size']:,} tokens"
     count, dtypes = _weights(folder)
     if count:
         loaded = config.get("dtype")
@@ -349,6 +351,8 @@ def _weights(folder: Path) -> tuple[int, list[str]]:
         with safe_open(file, "pt") as weights:
             for key in weights.keys():  # noqa: SIM118 (safe_open is no dict)
                 part = weights.get_slice(key)
+                if part.get_dtype() == "I64":  # a table of tokens
+                    continue
                 size = 1
                 for extent in part.get_shape():
                     size *= extent

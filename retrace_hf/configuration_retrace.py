@@ -21,7 +21,7 @@ PROPOSALS = ("argmax", "sample")
 ROPES = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 POSITIVE = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "target_num_key_value_heads", "target_head_dim"),
+    *("num_key_value_heads", "head_dim", "target_num_key_value_heads", "target_head_dim", "draft_vocab_size"),
 )
 
 
@@ -73,6 +73,9 @@ class RetraceConfig(PreTrainedConfig):
             What is proposed where `generate()` samples; the law of the text is the target's either way. `"argmax"`:
             each slot's most likely token. `"sample"`: drawn from the drafter's own law, which a drafter trained with
             soft targets may gain from. Read in each call, and saved: a published drafter brings its policy.
+        draft_vocab_size (`int`, *optional*):
+            Tokens among which is drafted, the drafter's `draft_token_ids`; all by default. Read in each call: setting
+            it to `None` on a loaded drafter lets it draft among all.
         item_slots (`int`, defaults to 0):
             Tokens `K` of an item in generative recommendation, whose slots the drafter then tells apart (PAD-Rec);
             0: none. Read in each forward: setting it to 0 on a loaded drafter switches them off.
@@ -126,6 +129,7 @@ class RetraceConfig(PreTrainedConfig):
     context_kv_rope: str = "kept"
     conditioning: str = "corrected"
     proposal: str = "argmax"
+    draft_vocab_size: int | None = None
     item_slots: int = 0
     item_token_ranges: list | None = None
     item_separator_id: int | None = None
@@ -186,6 +190,11 @@ class RetraceConfig(PreTrainedConfig):
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}."
+            )
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size} and the target has {self.vocab_size} tokens "
+                "(vocab_size); name some of them, or leave it out to draft among all."
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(

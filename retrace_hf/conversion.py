@@ -12,12 +12,16 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file
 from transformers import MuseGlimmerAssistantConfig, PreTrainedModel, Qwen3Config
+from transformers.utils import logging
 
-from .configuration_retrace import CONTEXT_FIELDS, READS_TARGET_KV
+from .configuration_retrace import CONTEXT_FIELDS, READS_TARGET_KV, RetraceConfig
 from .context import default_kv_layer_ids
+from .draft_vocabulary import check_token_ids
 from .initialization import target_kv_fields, without_mrope
 from .positions import fit_steps
 
+
+logger = logging.get_logger(__name__)
 
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 # Fields that mean the same in every layout.
@@ -28,7 +32,8 @@ SHAPE_FIELDS = (
 )
 # Fields that our own layout has beside these.
 _OWN_FIELDS = (
-    *("context_window", "proposal", "item_slots", "item_token_ranges", "item_separator_id", "step_embeddings"),
+    *("context_window", "proposal", "draft_vocab_size"),
+    *("item_slots", "item_token_ranges", "item_separator_id", "step_embeddings"),
 )
 # What other projects' configs may say of how the same weights are used, and the one value that we have too.
 _USED_AS = {
@@ -48,17 +53,19 @@ _USED_AS = {
 NATIVE_KEYS = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 # In a speculators checkpoint copies of the target's, which we borrow from the target itself.
 BORROWED_KEYS = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
+TOKEN_TABLE = "draft_token_ids"
 STEP_ROWS = "step_embedding.table.weight"
 
 
 def load_dflash(path_or_model: str | os.PathLike | PreTrainedModel) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Reads a DFlash drafter.
+    """Reads a DFlash drafter, or a ReTrace, which is one with a signal beside it.
 
     Args:
         path_or_model: A Hub id or folder with `config.json` and safetensors weights, or a loaded model.
 
     Returns:
-        `tuple(dict, dict)`: fields of [`RetraceConfig`], and the backbone's state by our (z-lab's) names.
+        `tuple(dict, dict)`: fields of [`RetraceConfig`], `conditioning` among them, and the state by our (z-lab's)
+        names.
 
     Raises:
         ValueError: the layout is not one that can be opened as DFlash; the message names it.
@@ -67,17 +74,23 @@ def load_dflash(path_or_model: str | os.PathLike | PreTrainedModel) -> tuple[dic
         raw, state = path_or_model.config.to_dict(), dict(path_or_model.state_dict())
     else:
         raw, state = read_checkpoint(local_folder(path_or_model))
-    if layout_of(raw) == "retrace" and raw.get("conditioning") != "none":
-        raise ValueError(
-            f"This is a ReTrace checkpoint (conditioning={raw.get('conditioning')!r}); open it with "
-            "RetraceDrafter.from_pretrained(), and start training from a DFlash one (conditioning 'none')."
+    state = dflash_state(raw, state)
+    conditioning = raw.get("conditioning", RetraceConfig.conditioning) if layout_of(raw) == "retrace" else "none"
+    return {**dflash_fields(raw), **table_fields(state), "conditioning": conditioning}, state
+
+
+def keep_signal(state: dict[str, torch.Tensor], conditioning: str, wanted: str) -> dict[str, torch.Tensor]:
+    """A checkpoint's state without the modules of its signal, where the drafter is wanted with another conditioning
+    than the checkpoint was trained with."""
+    if conditioning in ("none", wanted):
+        return state
+    kept = {name: weight for name, weight in state.items() if not name.startswith("trajectory.")}
+    if wanted != "none":
+        logger.warning(
+            f"The checkpoint was trained with conditioning={conditioning!r}: the backbone is kept, and the modules of "
+            f"conditioning={wanted!r} start anew."
         )
-    if trimmed_vocabulary(raw, state):
-        raise ValueError(
-            "This speculators checkpoint drafts among a part of the target's vocabulary (t2d, d2t), and ours drafts "
-            "among all of it; retrace-hf convert --to retrace --drop-draft-vocabulary makes one that does."
-        )
-    return dflash_fields(raw), dflash_state(raw, state)
+    return kept
 
 
 def dflash_fields(raw: dict) -> dict:
@@ -178,19 +191,38 @@ def changed_fusion(fields: dict, source: str, target: PreTrainedModel | None) ->
 
 def dflash_state(raw: dict, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A drafter's weights by our names. Rotary buffers are dropped, and a speculators checkpoint's copies of the
-    target's weights; all else is kept for the key check."""
+    target's weights; its tables of a trimmed vocabulary become ours; all else is kept for the key check."""
     layout = layout_of(raw)
     rename = NATIVE_KEYS if layout == "native" else {}
     dropped = BORROWED_KEYS if layout == "speculators" else ()
-    return {rename.get(k, k): v for k, v in state.items() if "rotary_emb" not in k and k not in dropped}
+    ours = {rename.get(k, k): v for k, v in state.items() if "rotary_emb" not in k and k not in dropped}
+    table = _speculators_table(raw, state) if layout == "speculators" else None
+    return ours if table is None else {**ours, TOKEN_TABLE: table}
 
 
-def trimmed_vocabulary(raw: dict, state: dict[str, torch.Tensor]) -> bool:
-    """Whether a checkpoint has an LM head of its own, over a part of the target's vocabulary."""
-    if layout_of(raw) != "speculators":
-        return False
-    size = _flat(raw, "speculators")["vocab_size"]
-    return "d2t" in state or "t2d" in state or raw.get("draft_vocab_size") not in (None, size)
+def table_fields(state: dict[str, torch.Tensor]) -> dict:
+    """What a drafter's config says of its table of drafted tokens, if it has one."""
+    return {"draft_vocab_size": len(state[TOKEN_TABLE])} if TOKEN_TABLE in state else {}
+
+
+def _speculators_table(raw: dict, state: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """The target's tokens that a speculators checkpoint drafts among, `[Vd]`; `None` where they are all."""
+    size, drafted = _flat(raw, "speculators")["vocab_size"], raw.get("draft_vocab_size")
+    if "d2t" in state:
+        token_ids = torch.arange(len(state["d2t"])) + state["d2t"]
+    elif "t2d" in state:
+        token_ids = state["t2d"].nonzero()[:, 0]
+    else:
+        token_ids = torch.arange(size if drafted is None else drafted)
+        if len(token_ids) != size:
+            raise ValueError(
+                f"The checkpoint has draft_vocab_size={drafted} of the target's {size} tokens and neither d2t nor t2d "
+                "that says which; take it from where they are beside it."
+            )
+    if drafted not in (None, len(token_ids)):
+        raise ValueError(f"The checkpoint has draft_vocab_size={drafted} and {len(token_ids)} tokens in d2t or t2d.")
+    check_token_ids(token_ids, size)
+    return None if len(token_ids) == size else token_ids
 
 
 def check_state(wanted: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
@@ -219,7 +251,14 @@ def load_backbone(drafter: PreTrainedModel, state: dict[str, torch.Tensor]) -> N
         state = {**state, STEP_ROWS: fit_steps(state[STEP_ROWS], drafter.config.block_size)}
     check_state({k: v for k, v in drafter.state_dict().items() if k.split(".")[0] not in added}, state)
     drafter.load_state_dict(state, strict=False)
-    drafter.to(next(iter(state.values())).dtype).eval()
+    if TOKEN_TABLE in state:
+        check_token_ids(state[TOKEN_TABLE], drafter.config.vocab_size)
+    drafter.to(dtype_of(state)).eval()
+
+
+def dtype_of(state: dict[str, torch.Tensor]) -> torch.dtype:
+    """What a checkpoint's weights are stored in: the first one's dtype; a table of tokens has one of its own."""
+    return next(weight.dtype for weight in state.values() if weight.is_floating_point())
 
 
 # -- layouts and files -----------------------------------------------------------------------------------------------

@@ -27,15 +27,18 @@ from .conversion import (
     NATIVE_KEYS,
     SHAPE_FIELDS,
     TOKEN_IDS,
+    TOKEN_TABLE,
     check_state,
     complete_from_target,
     dflash_fields,
     dflash_state,
+    dtype_of,
     layout_of,
     local_folder,
     read_checkpoint,
-    trimmed_vocabulary,
+    table_fields,
 )
+from .draft_vocabulary import check_token_ids
 from .files import folder_written_whole, write_text
 from .hub import AUTO_MAP, code_files, write_code
 from .modeling_retrace import RetraceDrafter
@@ -43,6 +46,7 @@ from .targets import load_target
 
 
 FORMATS = ("retrace", "z-lab", "native", "speculators")
+HOLD_TABLE = ("retrace", "speculators")  # what is drafted among a part of the vocabulary
 DTYPES = ("float32", "bfloat16", "float16")
 SPECULATORS_VERSION = "0.5.0"  # the first with DFlash
 
@@ -103,19 +107,21 @@ def convert(
     _check_output(Path(output), folder, overwrite)
     raw, weights = read_checkpoint(folder)
     left_out = []
-    config = _config_of(raw, target)
     state = dflash_state(raw, weights)
+    config = _config_of(raw, state, target)
     with torch.device("meta"):
         check_state(RetraceDrafter(config).state_dict(), state)
-    if trimmed_vocabulary(raw, weights):
-        left_out.append(_without_draft_vocabulary(drop_draft_vocabulary))
+    if TOKEN_TABLE in state:
+        check_token_ids(state[TOKEN_TABLE], config.vocab_size)
     if layout_of(raw) == "speculators":
-        left_out += _without_borrowed(weights, target)
+        left_out += _without_borrowed(weights, state.get(TOKEN_TABLE), target)
     if config.conditioning != "none" and (drop_conditioning or to != "retrace"):
         left_out.append(_without_signal(config, state, to, drop_conditioning))
+    if TOKEN_TABLE in state and (drop_draft_vocabulary or to not in HOLD_TABLE):
+        left_out.append(_without_draft_vocabulary(config, state, to, drop_draft_vocabulary))
     if to != "retrace":
         left_out += _without_what_is_not_held(config, to, drop_rope_scaling)
-    stored = raw.get("dtype") or raw.get("torch_dtype") or next(iter(state.values())).dtype
+    stored = raw.get("dtype") or raw.get("torch_dtype") or dtype_of(state)
     if dtype is not None:
         state, stored = {name: _cast(name, weight, dtype) for name, weight in state.items()}, dtype
     config.dtype = getattr(torch, str(stored).removeprefix("torch."))
@@ -150,11 +156,11 @@ def _check_output(output: Path, source: Path, overwrite: bool) -> None:
         )
 
 
-def _config_of(raw: dict, target: str | None) -> RetraceConfig:
+def _config_of(raw: dict, state: dict[str, torch.Tensor], target: str | None) -> RetraceConfig:
     """The source's config in our fields; a DFlash of another layout has no signal."""
     if layout_of(raw) == "retrace":
         return RetraceConfig.from_dict(raw)
-    fields = dflash_fields(raw)
+    fields = {**dflash_fields(raw), **table_fields(state)}
     missing = [name for name in ("num_target_layers", "vocab_size") if name not in fields]
     if missing and target is None:
         raise ValueError(
@@ -184,27 +190,36 @@ def _cast(name: str, weight: torch.Tensor, dtype: str) -> torch.Tensor:
 # -- what is left out ------------------------------------------------------------------------------------------------
 
 
-def _without_draft_vocabulary(allowed: bool) -> str:
+def _without_draft_vocabulary(config: RetraceConfig, state: dict[str, torch.Tensor], to: str, allowed: bool) -> str:
+    """Lets a drafter draft among all tokens, in place; says what goes."""
+    size = config.draft_vocab_size
     if not allowed:
         raise ValueError(
-            "The source drafts among a part of the target's vocabulary (t2d, d2t), which no other format here can "
-            "hold: what is written drafts among all of it, and may draft other tokens. Allow that with "
+            f"The source drafts among {size} of the target's {config.vocab_size} tokens (draft_token_ids), which {to} "
+            "cannot hold: what is written drafts among all of them, and may draft other tokens. Allow that with "
             "--drop-draft-vocabulary."
         )
-    return "Left out: the draft vocabulary (t2d, d2t). The drafter now drafts among all of the target's tokens."
+    del state[TOKEN_TABLE]
+    config.draft_vocab_size = None
+    return (
+        f"Left out: the draft vocabulary of {size} tokens (draft_token_ids). The weights are the same, and what is "
+        f"written drafts among all of the target's {config.vocab_size} tokens."
+    )
 
 
-def _without_borrowed(weights: dict[str, torch.Tensor], target: str | None) -> list[str]:
-    """The embeddings and LM head of a speculators checkpoint go, if they are the target's own."""
+def _without_borrowed(
+    weights: dict[str, torch.Tensor], token_ids: torch.Tensor | None, target: str | None
+) -> list[str]:
+    """The embeddings and LM head of a speculators checkpoint, over `token_ids` or all tokens, go if they are the
+    target's own."""
     copies = {name: weights[name] for name in BORROWED_KEYS[:2] if name in weights}
     if not copies:
         return []
     if target is None:
         return [f"Left out: {', '.join(copies)}, unchecked; with --target they are compared with the target's."]
     embeddings, head = _target_weights(target, next(iter(copies.values())).dtype)[1:]
-    if "d2t" in weights:
-        offsets = weights["d2t"]
-        head = head[torch.arange(len(offsets)) + offsets]
+    if token_ids is not None:
+        head = head[token_ids]
     for name, own in zip(BORROWED_KEYS, (embeddings, head)):
         if name in copies and not torch.equal(copies[name], own):
             raise ValueError(
@@ -284,10 +299,11 @@ def _write(folder: Path, config: RetraceConfig, state: dict[str, torch.Tensor], 
     elif to == "z-lab":
         _write_json(folder, _zlab_config(config))
     else:
-        model, embeddings, head = _target_weights(target, state["fc.weight"].dtype)
+        model, embeddings, head = _target_weights(target, dtype_of(state))
         _check_target(model, config, target)
         # A clone: where the two are tied they share memory, and such weights are not written.
-        state = {**state, "embed_tokens.weight": embeddings, "lm_head.weight": head.clone()}
+        tables, head = _speculators_tables(state.pop(TOKEN_TABLE, None), head)
+        state = {**state, **tables, "embed_tokens.weight": embeddings, "lm_head.weight": head.clone()}
         _write_json(folder, _speculators_config(config, target, model.config.architectures or [type(model).__name__]))
     state = {name: weight.contiguous() for name, weight in state.items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -332,6 +348,16 @@ def _native_config(config: RetraceConfig) -> MuseGlimmerAssistantConfig:
     return MuseGlimmerAssistantConfig(**fields, architectures=["MuseGlimmerAssistantModel"])
 
 
+def _speculators_tables(token_ids: torch.Tensor | None, head: torch.Tensor) -> tuple[dict, torch.Tensor]:
+    """`d2t` (`[Vd]`, what to add to a drafted token) and `t2d` (`[V]`, whether it is drafted), and the head's rows of
+    the drafted tokens; without a table none, and all rows."""
+    if token_ids is None:
+        return {}, head
+    drafted = torch.zeros(len(head), dtype=torch.bool)
+    drafted[token_ids] = True
+    return {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": drafted}, head[token_ids]
+
+
 def _speculators_config(config: RetraceConfig, target: str, architectures: list[str]) -> dict:
     proposals = {
         "proposal_type": "greedy",
@@ -344,7 +370,7 @@ def _speculators_config(config: RetraceConfig, target: str, architectures: list[
         "speculators_model_type": "dflash",
         "speculators_version": SPECULATORS_VERSION,
         "block_size": config.block_size,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "target_hidden_size": config.hidden_size,
         "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
         "mask_token_id": config.mask_token_id,

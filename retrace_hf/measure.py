@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -123,16 +123,18 @@ def pool(runs: list[Run]) -> Run:
 
 
 @contextmanager
-def timed(owner, name: str, log: list[tuple[float, float]]) -> Iterator[None]:
-    """Logs start and end, in seconds of `time.perf_counter`, of every call of `owner.name` made inside."""
+def timed(
+    owner, name: str, log: list[tuple[float, float]], clock: Callable[[], float] = time.perf_counter
+) -> Iterator[None]:
+    """Logs start and end, in seconds of `clock`, of every call of `owner.name` made inside."""
     real = getattr(owner, name)
 
     def timer(*args, **kwargs):
-        start = time.perf_counter()
+        start = clock()
         try:
             return real(*args, **kwargs)
         finally:
-            log.append((start, time.perf_counter()))
+            log.append((start, clock()))
 
     setattr(owner, name, timer)
     try:

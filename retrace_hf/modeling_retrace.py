@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 import torch
@@ -36,6 +36,7 @@ from .context import (
     split_rows,
     unrotate_keys,
 )
+from .draft_vocabulary import as_token_ids, check_token_ids
 from .generation import install_generate_hook
 from .hub import AUTO_MAP, complete_folder, plain_hub_errors, read_card, write_code
 from .positions import GROWING_ROPES, ItemSlotEmbedding, StepEmbedding
@@ -126,7 +127,7 @@ class RetraceAttention(nn.Module):
         context: torch.Tensor | None,
         target_kv: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Callable | None = None,
         cache: DFlashCache | None = None,
         **kwargs,
     ) -> torch.Tensor:
@@ -146,6 +147,9 @@ class RetraceAttention(nn.Module):
             if cache is not None:
                 # Context and block go in; the caller crops the block's B rows before the next round.
                 keys, values = cache.update(keys, values, stream)
+            if callable(attention_mask):
+                out = attention_mask(queries, keys, values, self.scaling)
+                return self.o_proj(out.flatten(2))
             function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
                 self.config._attn_implementation, eager_attention_forward
             )
@@ -277,6 +281,18 @@ def _with_gradient(context: torch.Tensor | None) -> torch.Tensor | None:
     return context.detach().requires_grad_(torch.is_grad_enabled())
 
 
+def _draft_vocab_size(draft_token_ids: Sequence[int] | None, config: dict) -> dict:
+    """The field that a table of tokens sets; raises where it is set without one."""
+    if draft_token_ids is not None:
+        return {"draft_vocab_size": len(set(map(int, draft_token_ids)))}
+    if config.get("draft_vocab_size") is not None:
+        raise ValueError(
+            f"draft_vocab_size is {config['draft_vocab_size']} and no draft_token_ids say which tokens these are; "
+            "pass them alone, for instance draft_vocabulary.most_frequent_tokens(dataset, size)."
+        )
+    return {}
+
+
 class RetraceDrafter(RetracePreTrainedModel):
     r"""
     A drafter for one target. It has no embedding and no LM head: `generate()` lends it the target's.
@@ -310,6 +326,9 @@ class RetraceDrafter(RetracePreTrainedModel):
         self.trajectory = TrajectoryFusion(config) if config.conditioning in ("gated", "corrected") else None
         self.item_slot_embedding = ItemSlotEmbedding(config) if config.item_slots else None
         self.step_embedding = StepEmbedding(config) if config.step_embeddings else None
+        # Of a new drafter the first tokens, until it is told which.
+        tokens = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.register_buffer("draft_token_ids", tokens)
         self._built_for = {name: copy.copy(getattr(config, name)) for name in CONTEXT_FIELDS}
         self.gradient_checkpointing = False
         self.add_model_tags(["retrace", "speculative-decoding"])
@@ -320,7 +339,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         position_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Callable | None = None,
         cache: DFlashCache | None = None,
         trajectory: RejectedTrajectory | None = None,
         item_slot_ids: torch.LongTensor | None = None,
@@ -337,8 +356,9 @@ class RetraceDrafter(RetracePreTrainedModel):
                 Positions of context and block. By default they follow what is cached.
             attention_mask (`torch.Tensor`, *optional*):
                 2-D over cached, context and block positions (1: attend), or 4-D `[b, 1, Q, cached + n + Q]` as the
-                attention implementation takes it (bool for SDPA, a `BlockMask` for flex_attention). By default all is
-                seen.
+                attention implementation takes it (bool for SDPA, a `BlockMask` for flex_attention), or a function of
+                queries, keys, values and their scaling that attends in its place and returns `[b, Q, heads,
+                head_dim]` (training's). By default all is seen.
             cache (`DFlashCache`, *optional*):
                 Context K/V; context and block are appended, the caller crops the block.
             trajectory ([`RejectedTrajectory`], *optional*):
@@ -359,11 +379,13 @@ class RetraceDrafter(RetracePreTrainedModel):
             seen = cache.get_seq_length() if cache is not None else 0
             length = taps.shape[1] + noise_embeds.shape[1]
             position_ids = torch.arange(seen, seen + length, device=noise_embeds.device)[None]
-        if attention_mask is None or len(attention_mask.shape) == 2:
-            attention_mask = self._within_window(attention_mask, noise_embeds, taps, cache)
-        mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=noise_embeds, attention_mask=attention_mask, cache=cache
-        )
+        mask = attention_mask
+        if not callable(mask):
+            if mask is None or len(mask.shape) == 2:
+                mask = self._within_window(mask, noise_embeds, taps, cache)
+            mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=noise_embeds, attention_mask=mask, cache=cache
+            )
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         if self.config.context_kv_rope == "reapplied":
             before_block = (turn[:, : taps.shape[1]] for turn in position_embeddings)
@@ -429,6 +451,24 @@ class RetraceDrafter(RetracePreTrainedModel):
                 )
         if self.config.step_embeddings:
             self._required("step_embedding", "step_embeddings")
+        size = self.config.draft_vocab_size
+        if size is not None and (self.draft_token_ids is None or len(self.draft_token_ids) != size):
+            found = "no draft_token_ids" if self.draft_token_ids is None else f"{len(self.draft_token_ids)} of them"
+            raise ValueError(
+                f"draft_vocab_size is {size} and the drafter has {found}; set it as it was, or to None to draft among "
+                "all tokens, or open it with RetraceDrafter.from_dflash(..., draft_token_ids=...)."
+            )
+
+    def set_draft_token_ids(self, tokens: Sequence[int]) -> None:
+        """Writes the table of a drafter that was made with `draft_vocab_size`. Raises a ValueError for what are not
+        that many tokens of the target."""
+        token_ids = as_token_ids(tokens, self.config.vocab_size)
+        if len(token_ids) != self.config.draft_vocab_size:
+            raise ValueError(
+                f"draft_token_ids holds {len(token_ids)} different tokens and draft_vocab_size is "
+                f"{self.config.draft_vocab_size}; leave out draft_vocab_size, it is their number."
+            )
+        self.draft_token_ids.copy_(token_ids)
 
     def _required(self, name: str, field: str) -> nn.Module:
         """The module that a field of the config asks for, which may have been set on a loaded drafter."""
@@ -490,6 +530,8 @@ class RetraceDrafter(RetracePreTrainedModel):
                 "is opened with RetraceDrafter.from_dflash(); to switch the signal of a ReTrace off, set "
                 "drafter.config.conditioning = 'none' after loading."
             )
+        if drafter.draft_token_ids is not None:
+            check_token_ids(drafter.draft_token_ids, drafter.config.vocab_size)
         return (drafter, info) if output_loading_info else drafter
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
@@ -521,6 +563,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         block_size: int = 16,
         target_layer_ids: list[int] | None = None,
         init_from_target: bool = False,
+        draft_token_ids: Sequence[int] | None = None,
         **config,
     ) -> "RetraceDrafter":
         """An untrained drafter shaped for `target`, in float32 on its device.
@@ -536,6 +579,9 @@ class RetraceDrafter(RetracePreTrainedModel):
             init_from_target (`bool`, defaults to `False`):
                 Start the draft layers from the target's last layers and the context from its last tap, where the
                 target's layers are of the Llama / Qwen shape (see `initialization.py`).
+            draft_token_ids (sequence of `int`, *optional*):
+                The target's tokens among which is drafted, such as [`~draft_vocabulary.most_frequent_tokens`] gives
+                them; all by default.
             config: Other fields of [`RetraceConfig`], e.g. `conditioning`, `context_fusion`.
 
         Raises:
@@ -545,6 +591,7 @@ class RetraceDrafter(RetracePreTrainedModel):
         from .initialization import check_kv_reading, config_for_target, initialize_from_target
 
         check_fields(config)
+        config |= _draft_vocab_size(draft_token_ids, config)
         drafter = cls(
             config_for_target(
                 target,
@@ -555,6 +602,8 @@ class RetraceDrafter(RetracePreTrainedModel):
                 **config,
             )
         )
+        if draft_token_ids is not None:
+            drafter.set_draft_token_ids(draft_token_ids)
         drafter = drafter.to(device=target.get_input_embeddings().weight.device, dtype=torch.float32)
         check_kv_reading(drafter, target)
         if init_from_target:
@@ -567,9 +616,14 @@ class RetraceDrafter(RetracePreTrainedModel):
         path_or_model,
         target: PreTrainedModel | None = None,
         context_rows: torch.Tensor | None = None,
+        draft_token_ids: Sequence[int] | None = None,
         **config,
     ) -> "RetraceDrafter":
         """Opens a DFlash drafter as the start of a ReTrace: the backbone key for key, new modules initialised.
+
+        A ReTrace may be the start too. With its own `conditioning` it goes on as it was trained, modules of the signal
+        included; with `"none"` these go, and what is left is the DFlash backbone; with another one the modules of that
+        one are new, and a warning says so.
 
         With another `context_fusion` than the checkpoint's the backbone is kept and the context starts so:
 
@@ -584,24 +638,30 @@ class RetraceDrafter(RetracePreTrainedModel):
 
         Args:
             path_or_model (`str`, `os.PathLike` or `PreTrainedModel`):
-                A Hub id or folder in the layout of z-lab, of transformers itself, of speculators, or our own with
-                `conditioning="none"` (any `context_fusion`, which is kept); or such a model.
+                A Hub id or folder in the layout of z-lab, of transformers itself, of speculators, or our own (any
+                `context_fusion`, which is kept); or such a model.
             target (`PreTrainedModel`, *optional*):
                 The target, for `"kv"` and `"hybrid"`: the shape of its keys and values is read from it. Else pass
                 `target_kv_layer_ids`, `target_num_key_value_heads` and `target_head_dim`. Also gives
                 `num_target_layers` and `vocab_size` where the checkpoint does not say them.
             context_rows (`torch.Tensor` of shape `[n, F * D]`, *optional*):
                 Tapped states of some text, for the start of `"layerwise"`.
-            config: Fields of [`RetraceConfig`] to set, e.g. `conditioning` (default `"corrected"`).
+            draft_token_ids (sequence of `int`, *optional*):
+                The target's tokens among which is drafted; the checkpoint's by default. `draft_vocab_size=None` drops
+                the checkpoint's, so that all are drafted.
+            config: Fields of [`RetraceConfig`] to set, e.g. `conditioning` (default `"corrected"`, whatever the
+                checkpoint's is).
 
         Raises:
             ValueError: another layout, an unknown field, keys that do not match the backbone, or a
                 context that the checkpoint's cannot become.
         """
         from .conversion import (
+            TOKEN_TABLE,
             changed_fusion,
             check_same_context,
             complete_from_target,
+            keep_signal,
             load_backbone,
             load_dflash,
         )
@@ -609,6 +669,12 @@ class RetraceDrafter(RetracePreTrainedModel):
 
         check_fields(config)
         fields, state = load_dflash(path_or_model)
+        config = {"conditioning": "corrected", **config, **_draft_vocab_size(draft_token_ids, config)}
+        state = keep_signal(state, fields["conditioning"], config["conditioning"])
+        if draft_token_ids is not None:
+            state[TOKEN_TABLE] = as_token_ids(draft_token_ids, fields.get("vocab_size", RetraceConfig.vocab_size))
+        elif config.get("draft_vocab_size", ...) is None:
+            state.pop(TOKEN_TABLE, None)
         if target is not None:
             fields = complete_from_target(fields, target.config)
         source = fields.get("context_fusion", "shared")
@@ -620,12 +686,14 @@ class RetraceDrafter(RetracePreTrainedModel):
                 f"{wanted!r}, leave it out."
             )
         if wanted == source:
-            drafter = cls(RetraceConfig(**{**fields, "conditioning": "corrected", **config}))
+            drafter = cls(RetraceConfig(**{**fields, **config}))
             load_backbone(drafter, state)
             return drafter
-        changed = changed_fusion({**fields, "conditioning": "corrected", **config}, source, target)
+        changed = changed_fusion({**fields, **config}, source, target)
         kept = {k: v for k, v in config.items() if k not in CONTEXT_FIELDS}
-        dflash = cls(RetraceConfig(**{**fields, **kept, "conditioning": "none"}))
+        if not any(name.startswith("trajectory.") for name in state):
+            kept["conditioning"] = "none"
+        dflash = cls(RetraceConfig(**{**fields, **kept}))
         load_backbone(dflash, state)
         drafter = cls(RetraceConfig(**changed))
         if target is not None:

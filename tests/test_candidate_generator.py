@@ -20,8 +20,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from retrace_hf import RetraceCandidateGenerator, RetraceDrafter, record_acceptance
-from retrace_hf.candidate_generator import check_head, check_pairing, draft_logits
+from retrace_hf.candidate_generator import check_pairing
 from retrace_hf.noise import embed_block
+from retrace_hf.target_head import check_head, draft_logits
 
 from .fixtures import (
     BLOCK_SIZE,

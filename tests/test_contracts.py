@@ -380,7 +380,7 @@ def test_capture_by_layer_list(loop):
     assert torch.equal(everything[2], output.hidden_states[2]) and torch.equal(everything[6], output.hidden_states[6])
     assert torch.equal(target.lm_head(everything[6]), target(PROMPT).logits), moved(
         "the last of hidden_states is not the state after the final norm",
-        "candidate_generator.py RetraceCandidateGenerator._rejected() and draft_logits()",
+        "candidate_generator.py RetraceCandidateGenerator._rejected() and target_head.py draft_logits()",
     )
     assert torch.equal(decoder.hidden_states[2], everything[2]), moved(
         "get_decoder() does not capture by layer list", "training/rollout.py read_clean_text()"

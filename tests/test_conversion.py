@@ -1,6 +1,7 @@
 """DFlash checkpoints of other projects open key for key, and what is not one is refused by name."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from retrace_hf import RetraceDrafter
 
-from .fixtures import randomize, tiny_drafter, tiny_target
+from .fixtures import plain, prompt_of, randomize, tiny_drafter, tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +141,73 @@ def test_keys_must_match(dflash, tmp_path):
         RetraceDrafter.from_dflash(folder)
 
 
-def test_a_retrace_checkpoint_is_not_a_dflash(tmp_path):
-    tiny_drafter(tiny_target("qwen3")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="from_pretrained"):
-        RetraceDrafter.from_dflash(tmp_path)
+@pytest.fixture
+def warnings():
+    """What the package logs as a warning."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("retrace_hf").addHandler(handler)
+    yield lines
+    logging.getLogger("retrace_hf").removeHandler(handler)
+
+
+def signal_of(state: dict) -> dict:
+    return {name: weight for name, weight in state.items() if name.startswith("trajectory.")}
+
+
+@pytest.mark.parametrize("source", ["overwrite", "gated", "corrected"])
+@pytest.mark.parametrize("wanted", ["none", "overwrite", "gated", "corrected"])
+def test_a_retrace_may_be_the_start_of_another(tmp_path, source, wanted, warnings):
+    target = tiny_target("qwen3")
+    retrace = randomize(tiny_drafter(target, source))
+    retrace.save_pretrained(tmp_path)
+    for start in (tmp_path, retrace):
+        warnings.clear()
+        drafter = RetraceDrafter.from_dflash(start, conditioning=wanted)
+        assert drafter.config.conditioning == wanted
+        state, found = retrace.state_dict(), drafter.state_dict()
+        assert all(torch.equal(found[name], state[name]) for name in state if name not in signal_of(state))
+        signal = signal_of(found)
+        if wanted == source:
+            assert all(torch.equal(weight, state[name]) for name, weight in signal.items())
+            assert signal.keys() == signal_of(state).keys()
+        elif wanted in ("gated", "corrected"):
+            assert not signal["trajectory.value.weight"].any()
+        else:
+            assert not signal
+        named = [line for line in warnings if f"conditioning='{wanted}' start anew" in line]
+        assert len(named) == (wanted not in ("none", source))
+
+
+def test_a_retrace_goes_on_as_it_drafts(tmp_path):
+    """Its rounds are the same; without its signal they are those of its backbone."""
+    target, prompt = tiny_target("qwen3"), prompt_of(9)
+    retrace = randomize(tiny_drafter(target))
+    retrace.save_pretrained(tmp_path)
+
+    def drafted(drafter):
+        states = []
+        hook = drafter.register_forward_hook(lambda *args: states.append(args[2].last_hidden_state))
+        plain(target, prompt, assistant_model=drafter)
+        hook.remove()
+        return states
+
+    first, again = drafted(retrace), drafted(RetraceDrafter.from_dflash(tmp_path))
+    backbone = drafted(RetraceDrafter.from_dflash(tmp_path, conditioning="none"))
+    retrace.config.conditioning = "none"
+    off = drafted(retrace)
+    for one, other in ((first, again), (off, backbone)):
+        assert len(one) == len(other) and all(map(torch.equal, one, other))
+    assert not all(map(torch.equal, first, off))
+
+
+def test_a_retrace_keeps_its_signal_in_another_context(tmp_path):
+    target = tiny_target("qwen3")
+    retrace = randomize(tiny_drafter(target))
+    retrace.save_pretrained(tmp_path)
+    hybrid = RetraceDrafter.from_dflash(tmp_path, target=target, context_fusion="hybrid")
+    for name, weight in retrace.state_dict().items():
+        assert torch.equal(hybrid.state_dict()[name], weight), name
 
 
 def test_a_folder_that_is_not_there_and_weights_of_another_shape(tmp_path, monkeypatch):

@@ -481,13 +481,15 @@ def test_a_trimmed_vocabulary_goes_only_when_told_so(targets, tmp_path):
     change(source, tables, draft_vocab_size=50)
     tables_alone = change(copytree(source, tmp_path / "tables"), draft_vocab_size=None)
     size_alone = change(copytree(source, tmp_path / "size"), {"t2d": None, "d2t": None})
-    for trimmed, kwargs in ((source, {}), (source, {"target": target}), (tables_alone, {}), (size_alone, {})):
-        with pytest.raises(ValueError, match="t2d, d2t.*--drop-draft-vocabulary"):
-            convert(trimmed, tmp_path / "ours", "retrace", **kwargs)
-    with pytest.raises(ValueError, match="part of the target's vocabulary"):
-        RetraceDrafter.from_dflash(source)
+    for trimmed, to in ((source, "z-lab"), (source, "native"), (tables_alone, "z-lab")):
+        with pytest.raises(ValueError, match=f"50 of the target's 200 tokens.*{to}.*--drop-draft-vocabulary"):
+            convert(trimmed, tmp_path / "ours", to)
+    with pytest.raises(ValueError, match="draft_vocab_size=50 .* neither d2t nor t2d"):
+        convert(size_alone, tmp_path / "ours", "retrace")
+    for trimmed in (source, tables_alone):
+        assert RetraceDrafter.from_dflash(trimmed).draft_token_ids.tolist() == kept.tolist()
     (lost,) = convert(source, tmp_path / "ours", "retrace", target=target, drop_draft_vocabulary=True)
-    assert "draft vocabulary" in lost
+    assert "draft vocabulary of 50 tokens" in lost
     assert_same_bits(read(tmp_path / "ours")[1], read(tmp_path / "first")[1])
     change(source, {"lm_head.weight": head.flip(0)})
     with pytest.raises(ValueError, match="lm_head.weight is not that of"):

@@ -86,6 +86,26 @@ def test_training_leaves_a_drafter_and_a_note(folder):
         assert (note["init_from"] is None) == (name == "stage1")
 
 
+def test_stage_2_goes_on_from_a_retrace_and_a_draft_vocabulary_is_counted(folder, run, tmp_path):
+    folder, common = folder
+    more = ["--init_from", folder / "corrected", "--num_carried_rounds", 1, "--max_steps", 1, "--learning_rate", 0]
+    size = ["--draft_vocab_size", 60]
+    run("train_retrace.py", *common, *more, *size, "--output_dir", tmp_path / "more")
+    run("train_retrace.py", *common, *more, "--conditioning", "none", "--output_dir", tmp_path / "backbone")
+    before = RetraceDrafter.from_pretrained(folder / "corrected").state_dict()
+    whole, backbone = (RetraceDrafter.from_pretrained(tmp_path / name) for name in ("more", "backbone"))
+    tokens = whole.draft_token_ids.tolist()
+    assert len(tokens) == whole.config.draft_vocab_size <= 60 and whole.config.eos_token_id in tokens
+    for name, weight in whole.state_dict().items():
+        assert name == "draft_token_ids" or torch.equal(weight, before[name]), name
+    assert before.keys() - backbone.state_dict().keys() == {name for name in before if "trajectory." in name}
+    note = json.loads((tmp_path / "more" / "training.json").read_text())
+    assert note["script"]["draft_vocab_size"] == 60
+    run.fails(
+        "train_retrace.py", *common, *more, "--draft_vocab_size", 0, "--output_dir", tmp_path / "new", message="has 0"
+    )
+
+
 def test_training_goes_on_behind_a_checkpoint_that_was_cut_short(folder, run, tmp_path, monkeypatch):
     folder, common = folder
     shutil.copytree(folder / "corrected" / "checkpoint-2", tmp_path / "checkpoint-2")

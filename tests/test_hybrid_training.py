@@ -112,7 +112,7 @@ def test_training_equals_decoding_where_keys_and_values_are_read():
     check_training_equals_decoding("bamba", "corrected", context_fusion="hybrid", target_kv_layer_ids=[1, 4])
 
 
-def naive_verification(target, cache, ids, drafted, blocks):
+def naive_verification(target, cache, ids, drafted, blocks, first_rejected=None):
     """Every block by a pass over its whole prefix."""
     states = torch.zeros(*drafted.shape[:2], BLOCK_SIZE, target.get_input_embeddings().weight.shape[1])
     for row, column in blocks.valid.nonzero().tolist():

@@ -8,13 +8,21 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from retrace_hf.measure import PeakMemory
-from retrace_hf.training.losses import chunked_loss, decay_weights, default_gamma, dpace_weights
+from retrace_hf.training.losses import (
+    chunked_loss,
+    decay_weights,
+    default_gamma,
+    dpace_weights,
+    soft_targets,
+)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 20, 64])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("soft_share", [0.0, 0.4, 1.0])
-def test_chunked_equals_whole(chunk_size, softcap, soft_share):
+@pytest.mark.parametrize("named", [5, 50])
+def test_chunked_equals_whole(chunk_size, softcap, soft_share, named):
+    """In loss and gradient. Of the target's likeliest tokens are named 5, or all."""
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 50, bias=True).requires_grad_(False)
     labels, weights = torch.randint(0, 50, (20,)), torch.rand(20)
@@ -24,14 +32,20 @@ def test_chunked_equals_whole(chunk_size, softcap, soft_share):
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     states = torch.randn(20, 16, requires_grad=True)
-    teacher = torch.randn(20, 16)
+    teacher_logits = logits_fn(torch.randn(20, 16))
+    teacher = soft_targets(teacher_logits, lambda logits: logits, named, chunk_size)
     losses, cross_entropy, predictions = chunked_loss(states, labels, logits_fn, chunk_size, teacher, soft_share)
     (losses * weights).sum().backward()
 
     whole = states.detach().clone().requires_grad_()
     logits = logits_fn(whole)
     hard = F.cross_entropy(logits, labels, reduction="none")
-    soft = F.kl_div(logits.log_softmax(-1), logits_fn(teacher).softmax(-1), reduction="none").sum(-1)
+    mine, wanted = logits.softmax(-1), teacher_logits.softmax(-1)
+    is_named = torch.zeros(20, 50, dtype=torch.bool).scatter(1, teacher_logits.topk(named).indices, True)
+    rest, own_rest = (p.masked_fill(is_named, 0).sum(-1).clamp(min=1e-30) for p in (wanted, mine))
+    soft = (wanted * (wanted / mine).log() * is_named).sum(-1) + rest * (rest / own_rest).log()
+    if named == 50:
+        assert_close(soft, F.kl_div(logits.log_softmax(-1), wanted, reduction="none").sum(-1))
     expected = (1 - soft_share) * hard + soft_share * soft
     (expected * weights).sum().backward()
     assert_close(losses, expected, rtol=1e-6, atol=1e-6)
@@ -40,6 +54,15 @@ def test_chunked_equals_whole(chunk_size, softcap, soft_share):
     assert not cross_entropy.requires_grad
     assert torch.equal(predictions, logits.argmax(-1))
     assert head.weight.grad is None
+
+
+@pytest.mark.parametrize("size", [1000, 1024, 5000])
+def test_predictions_are_the_first_of_the_largest(size):
+    torch.manual_seed(0)
+    logits = torch.randn(40, size).bfloat16()  # with ties
+    states = torch.zeros(40, 1)
+    predictions = chunked_loss(states, torch.zeros(40, dtype=torch.long), lambda rows: logits, 40).predictions
+    assert torch.equal(predictions, logits.argmax(-1))
 
 
 def test_chunked_without_gradient_and_without_rows():
@@ -61,7 +84,8 @@ def test_memory_grows_with_the_chunk_and_not_with_the_rows(soft_share):
     def peak(rows, chunk_size):
         states, labels = torch.randn(rows, 8, requires_grad=True), torch.zeros(rows, dtype=torch.long)
         with PeakMemory() as memory:
-            losses = chunked_loss(states, labels, head, chunk_size, states.detach(), soft_share).loss
+            teacher = soft_targets(states.detach(), head, 8, chunk_size)
+            losses = chunked_loss(states, labels, head, chunk_size, teacher, soft_share).loss
             losses.sum().backward()
         return memory.peak
 

@@ -8,7 +8,7 @@ from transformers.integrations import flex_attention
 
 from retrace_hf import RejectedTrajectory
 from retrace_hf.noise import block_tokens
-from retrace_hf.training import rollout
+from retrace_hf.training import block_attention, rollout
 from retrace_hf.training.rollout import Blocks
 
 from .fixtures import BLOCK_SIZE, MASK_TOKEN_ID, plain, prompt_of, randomize, tiny_drafter, tiny_target
@@ -70,10 +70,10 @@ def test_labels_against_a_loop():
                     assert labels[b, n, slot - 1] == ids[b, anchor + slot]
 
 
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3), (False, 1)])
-def test_mask_against_a_loop(causal, window):
+@pytest.mark.parametrize("window", [None, 3, 1])
+def test_mask_against_a_loop(window):
     blocks, length, size = at(3, 4, 9), 12, 4
-    rule = rollout.visibility(blocks, length, size, causal, window)
+    rule = rollout.visibility(blocks, length, size, window)
     mask = rollout.dense_mask(rule, 1, 3 * size, length + 3 * size, blocks.anchors.device)[0, 0]
     assert mask.shape == (3 * size, length + 3 * size)
     for n in range(3):
@@ -83,19 +83,44 @@ def test_mask_against_a_loop(causal, window):
                     behind = int(blocks.anchors[0, n]) - key  # tokens back from the anchor
                     expected = 1 <= behind <= (window or length)
                 else:
-                    block, other = divmod(key - length, size)
-                    expected = block == n and (not causal or other <= slot)
+                    expected = (key - length) // size == n
                 assert bool(mask[n * size + slot, key]) == expected
 
 
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3)])
-def test_the_block_mask_holds_the_same_rule(causal, window):
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_block_attention_equals_a_dense_mask(window, heads):
+    """In value and gradient, anchors in any order and more of them than are taken at once."""
+    torch.manual_seed(0)
+    anchors = torch.randint(0, 90, (2, 2 * block_attention._BLOCKS_AT_ONCE + 3))
+    blocks, size = Blocks(anchors, torch.ones_like(anchors, dtype=torch.bool)), 4
+    slots = anchors.shape[1] * size
+    shapes = (heads, slots), (2, 90 + slots), (2, 90 + slots)
+    states = [torch.randn(2, *shape, 8, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    found = block_attention.BlockAttention(anchors, size, window)(*states, 0.3)
+    mask = rollout.dense_mask(rollout.visibility(blocks, 90, size, window), 2, slots, 90 + slots, anchors.device)
+    scaled = torch.nn.functional.scaled_dot_product_attention
+    expected = scaled(*states, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    assert_close(found, expected)
+    weights = torch.randn_like(found)
+    gradients = (torch.autograd.grad((out * weights).sum(), states) for out in (found, expected))
+    for one, other in zip(*gradients):
+        assert_close(one, other, rtol=1e-5, atol=1e-6)  # those of keys are summed in float32
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_block_mask_holds_the_same_rule(window):
     """flex_attention's mask, entry by entry, and the blocks that it may skip."""
     blocks = Blocks(torch.tensor([[3, 40, 130], [7, 9, 200]]), torch.ones(2, 3, dtype=torch.bool))
-    rule, shape = (
-        rollout.visibility(blocks, 210, BLOCK_SIZE, causal, window),
-        (2, 3 * BLOCK_SIZE, 210 + 3 * BLOCK_SIZE),
-    )
+    shape = (2, 3 * BLOCK_SIZE, 210 + 3 * BLOCK_SIZE)
+    rule = rollout.visibility(blocks, 210, BLOCK_SIZE, window)
+    check_block_mask(rule, shape)
+    starts = blocks.anchors.repeat_interleave(BLOCK_SIZE, dim=1)
+    places = torch.arange(3 * BLOCK_SIZE).expand(2, -1)
+    check_block_mask(rollout.verified_visibility(places, starts, 210, BLOCK_SIZE), shape)
+
+
+def check_block_mask(rule, shape):
     drafter = tiny_drafter(tiny_target())
     drafter.config._attn_implementation = "flex_attention"
     mask = rollout.attention_mask(drafter, rule, *shape, torch.device("cpu"))
@@ -227,6 +252,34 @@ def test_verification_equals_a_pass_over_the_prefix(family):
         assert relative(states[:, n], expected) < 1e-5
 
 
+@pytest.mark.parametrize("family", FAMILIES + ["mistral-window"])
+@torch.no_grad()
+def test_only_rejected_slots_are_verified(family):
+    """With the states that a pass over all slots gives, where the slots before are the text's."""
+    overrides = {"sliding_window": 16} if family == "mistral-window" else {}
+    target = tiny_target(family.split("-")[0], **overrides)
+    ids, mask = text_of(target)
+    ids = torch.cat([ids, ids.flip(1)])
+    blocks = Blocks(
+        torch.tensor([[12, 20, 33, 40], [5, 22, 31, 50]]), torch.tensor([[True] * 4, [True] * 3 + [False]])
+    )
+    accepted = torch.tensor([[0, 2, BLOCK_SIZE - 1, BLOCK_SIZE - 2], [3, BLOCK_SIZE - 1, 1, 0]])
+    labels, _ = rollout.block_labels(ids, torch.ones_like(ids, dtype=torch.bool), blocks, BLOCK_SIZE)
+    wrong = torch.arange(BLOCK_SIZE - 1) >= accepted[..., None]
+    drafted = torch.where(wrong, (labels + 7) % 190, labels)
+    clean = rollout.read_clean_text(target, ids, [1, 3], room=4 * BLOCK_SIZE)
+    every = rollout.verify_blocks(target, clean.cache, ids, drafted, blocks)
+    found = rollout.verify_blocks(target, clean.cache, ids, drafted, blocks, accepted + 1)
+    assert clean.cache.get_seq_length() == ids.shape[1]
+    slots = torch.arange(BLOCK_SIZE)
+    runs = (slots > accepted[..., None]) & (slots < BLOCK_SIZE - 1) & blocks.valid[..., None]
+    assert relative(found[runs], every[runs]) < 1e-5 and not found[~runs].any()
+    states = torch.zeros_like(found)
+    whole, part = (rollout.carried_trajectory(states, verified, accepted) for verified in (every, found))
+    valid = whole.valid & blocks.valid.repeat_interleave(BLOCK_SIZE, dim=1)
+    assert valid.any() and relative(part.target[valid], whole.target[valid]) < 1e-5
+
+
 # -- training sees what generate() sees ------------------------------------------------------------------------------
 
 
@@ -314,7 +367,7 @@ def check_training_equals_decoding(family, conditioning, window=None, **fields):
         accepted = rollout.count_accepted(drafted, labels, supervised)
         shifted = rollout.shift_blocks(blocks, accepted, mask)
         assert int(shifted.anchors) == next_anchor
-        verified = rollout.verify_blocks(target, clean.cache, ids, drafted, blocks)
+        verified = rollout.verify_blocks(target, clean.cache, ids, drafted, blocks, accepted + 1)
         carried = rollout.carried_trajectory(states, verified, accepted)
         signal = next_decoded["trajectory"]
         if signal is None:
@@ -349,16 +402,24 @@ def test_noise_is_anchor_then_masks():
 
 BREAKS = {
     "tap index": (
+        rollout,
         "gather_context_rows",
         lambda real: lambda states, ids, *args: real(states, [i - 1 for i in ids], *args),
     ),
-    "position offset": ("block_positions", lambda real: lambda anchors, size: real(anchors + 1, size)),
-    "context mask": (
-        "visible_context",
-        lambda real: lambda anchors, *args: real(anchors + 1, *args),
+    "position offset": (rollout, "block_positions", lambda real: lambda anchors, size: real(anchors + 1, size)),
+    "context of a block": (
+        block_attention,
+        "_chunk",
+        lambda real: lambda row, blocks, anchors, window: real(row, blocks, anchors - 1, window),
     ),
-    "block mask": ("visible_block", lambda real: lambda *args: real(*args[:-1], not args[-1])),
+    "context of verification": (
+        rollout,
+        "visible_context",
+        lambda real: lambda anchors, *args: real(anchors - 1, *args),
+    ),
+    "order of verification": (rollout, "visible_slots", lambda real: lambda queries, keys: real(keys, queries)),
     "alignment": (
+        rollout,
         "align_trajectory",
         lambda real: lambda *args, first_rejected, **kwargs: real(*args, first_rejected=first_rejected + 1, **kwargs),
     ),
@@ -368,9 +429,8 @@ BREAKS = {
 @pytest.mark.parametrize("fault", BREAKS)
 def test_each_fault_of_the_training_path_is_seen(monkeypatch, fault):
     """The test above is worth something only if it fails when the two paths part."""
-    name, broken = BREAKS[fault]
-    real = getattr(rollout, name)
-    monkeypatch.setattr(rollout, name, broken(real))
+    owner, name, broken = BREAKS[fault]
+    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
     if fault == "tap index":
         monkeypatch.setattr(rollout, "captured_layers", lambda ids, layers, with_last: True)
     with pytest.raises(AssertionError):

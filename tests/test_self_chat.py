@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from retrace_hf.data.responses import read_responses
-from retrace_hf.data.self_chat import ChatTemplateParts, self_chat
+from retrace_hf.data.self_chat import ChatTemplateParts, _grouped_attention, _Head, _largest, self_chat
 from retrace_hf.data.tokenize import tokenize_responses
+from retrace_hf.target_head import transform_logits
 from retrace_hf.targets import load_target
 
 from .fixtures import tiny_target
+from .test_target_families import IntegerHead
 
 
 LENGTH = 96
@@ -156,6 +158,85 @@ def test_bad_arguments(smollm2, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="no chat template"):
         self_chat(target, tokenizer, tmp_path / "c", num_tokens=10)
+
+
+def float32_logits(target, states):
+    head = target.get_output_embeddings()
+    bias = None if head.bias is None else head.bias.float()
+    return transform_logits(target, torch.nn.functional.linear(states.float(), head.weight.float(), bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+@pytest.mark.parametrize("vocab_size", [200, 1000])
+def test_the_greedy_token_is_the_float32_argmax(dtype, family, vocab_size):
+    """Also where half precision ties, where many tokens are near the largest, and where rows are the same."""
+    target = tiny_target(family, vocab_size=vocab_size).to(dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        weight = target.get_output_embeddings().weight
+        weight.normal_()
+        weight[vocab_size // 2 :] = weight[: vocab_size // 2] + torch.randn(vocab_size // 2, 32).to(dtype) / 300
+        weight[40:80] = weight[:40]  # of two that are the same the first is said
+        states = torch.randn(300, 32).to(dtype)
+        states[::50] = 0.0  # all logits are the same
+        head = _Head(target)
+        rough, wanted = head.rough(states), float32_logits(target, states)
+        found = head.greedy(states, rough)
+    assert torch.equal(found, wanted.argmax(-1))
+    assert torch.equal(head.greedy(states, rough, count=1), found)
+    if dtype == torch.bfloat16:
+        assert (rough.argmax(-1) != found).float().mean() > 0.05  # in that many half precision alone is wrong
+
+
+def test_a_quantised_head_says_its_own_argmax():
+    target = tiny_target("llama")
+    target.lm_head = IntegerHead(target.lm_head)
+    head, states = _Head(target), torch.randn(50, 32)
+    rough = head.rough(states)
+    assert torch.equal(head.greedy(states, rough), target.lm_head(states).argmax(-1))
+
+
+@pytest.mark.parametrize("length", [20, 64, 200, 1000])
+def test_the_largest_are_found_in_groups(length):
+    torch.manual_seed(0)
+    for logits in (torch.randn(30, length), torch.randint(0, 5, (30, length)).float()):
+        for count in (1, 7, 64):
+            places = _largest(logits, count)
+            assert places.shape == (30, min(count, length))
+            assert all(len(set(row)) == len(row) for row in places.tolist())
+            found = logits.gather(1, places).sort(-1, descending=True).values
+            assert torch.equal(found, logits.topk(min(count, length)).values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_users_words_are_drawn_from_the_likeliest(dtype):
+    target = tiny_target("granite").to(dtype)
+    head, state = _Head(target), torch.randn(1, 32).to(dtype)
+    with torch.no_grad():
+        logits = float32_logits(target, state)[0] / 0.01
+        states, generator = state.expand(20_000, -1), torch.Generator().manual_seed(0)
+        rough = head.rough(state)
+        out = logits.topk(7).indices[1]
+        rough[:, out] = -torch.inf
+        drawn = head.draw(states, rough.expand(20_000, -1), 6, 0.01, generator)
+    logits[out] = -torch.inf
+    top = logits.topk(6)
+    assert set(drawn.tolist()) <= set(top.indices.tolist())
+    share = (drawn[:, None] == top.indices).float().mean(0)
+    torch.testing.assert_close(share, top.values.softmax(-1), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_attention_is_attention(dtype):
+    query, key, value = (torch.randn(3, heads, length, 16).to(dtype) for heads, length in ((6, 1), (2, 30), (2, 30)))
+    room = [torch.cat([states, states], dim=2)[:, :, :30] for states in (key, value)]  # as in a cache with room
+    for scale in (None, 0.3):
+        found, _ = _grouped_attention(None, query, *room, None, scaling=scale)
+        whole = [states.float().repeat_interleave(3, dim=1) for states in (key, value)]
+        wanted = torch.nn.functional.scaled_dot_product_attention(query.float(), *whole, scale=scale)
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(found.float(), wanted.transpose(1, 2), atol=tolerance, rtol=tolerance)
 
 
 def test_bfloat16_targets_chat_too(tmp_path):

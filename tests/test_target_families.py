@@ -12,9 +12,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from retrace_hf import RetraceDrafter, RetraceTrainer, RetraceTrainingArguments, record_acceptance
-from retrace_hf.candidate_generator import check_head, draft_logits
+from retrace_hf.target_head import check_head, draft_logits
 from retrace_hf.training import rollout
-from retrace_hf.training.losses import SeenTokens
 
 from .fixtures import (
     BLOCK_SIZE,
@@ -311,8 +310,6 @@ def test_a_quantised_head():
     target.lm_head = IntegerHead(target.lm_head)
     check_equal(target, prompt_of(7))
     check_head(target)
-    with pytest.raises(ValueError, match="IntegerHead.*loss_on_seen_tokens=False"):
-        SeenTokens(target.lm_head, [1, 2])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

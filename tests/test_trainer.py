@@ -154,13 +154,13 @@ def test_loss_on_seen_tokens(target, tmp_path):
     trainer = make_trainer(drafter, target, tmp_path, rows, **options)
     batch = RetraceDataCollator()(rows)
     seen = sorted({t for r in rows for t, m in zip(r["input_ids"], r["loss_mask"]) if m})
-    assert trainer._seen.token_ids.tolist() == seen
+    assert trainer._loss_vocabulary.token_ids.tolist() == seen
     states = torch.randn(3, drafter.config.hidden_size)
     assert torch.equal(trainer._logits(states), target.lm_head(states)[:, seen])
     whole = make_trainer(drafter, target, tmp_path, rows, num_carried_rounds=0)
     assert trainer.compute_loss(drafter, dict(batch)).item() < whole.compute_loss(drafter, dict(batch)).item()
     everything = [{**rows[0], "input_ids": list(range(200)), "loss_mask": [1] * 200}]
-    trainer._seen = make_trainer(drafter, target, tmp_path, everything, **options)._seen
+    trainer._loss_vocabulary = make_trainer(drafter, target, tmp_path, everything, **options)._loss_vocabulary
     assert_close(trainer.compute_loss(drafter, dict(batch)), whole.compute_loss(drafter, dict(batch)))
     with pytest.raises(ValueError, match="num_carried_rounds=0"):
         arguments(tmp_path, loss_on_seen_tokens=True)
@@ -169,7 +169,7 @@ def test_loss_on_seen_tokens(target, tmp_path):
 def test_soft_targets_against_a_loop(target, tmp_path):
     """One round, D-PACE weights and KL to the target's own law at each slot, by hand; online and from features."""
     drafter, rows = randomize(tiny_drafter(target)), rows_of(target, count=2)
-    options = {"num_carried_rounds": 0, "loss_type": "dpace", "soft_share": 0.3}
+    options = {"num_carried_rounds": 0, "loss_type": "dpace", "soft_share": 0.3, "soft_tokens": 500}
     trainer = make_trainer(drafter, target, tmp_path, rows, **options)
     batch = RetraceDataCollator()(rows)
     loss = trainer.compute_loss(drafter, dict(batch)).item()
@@ -535,6 +535,7 @@ def test_gradients_against_a_loop(target, tmp_path, loss_type, soft_share, carri
     """Every weight's gradient, block by block and round by round with autograd's own; nothing flows between rounds."""
     drafter, rows = randomize(tiny_drafter(target)), rows_of(target, count=2)
     options = {"loss_type": loss_type, "soft_share": soft_share, "num_carried_rounds": carried, "num_anchors": 3}
+    options["soft_tokens"] = 500  # all
     trainer = make_trainer(drafter, target, tmp_path, rows, **options, loss_chunk_size=5)
     batch = RetraceDataCollator()(rows)
     loss = trainer.compute_loss(drafter, dict(batch))

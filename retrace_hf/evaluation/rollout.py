@@ -12,11 +12,13 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DFlashCache
 
-from ..candidate_generator import check_pairing, draft_logits
+from ..candidate_generator import check_pairing
 from ..context import context_size, new_draft_cache
+from ..draft_vocabulary import DraftVocabulary
 from ..generation import AcceptanceStats
 from ..noise import block_inputs
 from ..positions import block_positions
+from ..target_head import head_logits
 from ..training.rollout import (
     Blocks,
     attention_mask,
@@ -126,7 +128,11 @@ def _round(target, drafter, batch: _Batch, stats: list[AcceptanceStats]) -> _Bat
     config = drafter.config
     slots = torch.arange(1, config.block_size, device=batch.anchors.device)
     states = _draft(target, drafter, batch)  # [b, B, D]
-    drafted = draft_logits(target, states[:, 1:]).argmax(dim=-1)  # [b, B - 1]
+    vocabulary = DraftVocabulary.of(drafter, target)
+    if vocabulary is not None:
+        drafted = vocabulary.most_likely(states[:, 1:])  # [b, B - 1]
+    else:
+        drafted = head_logits(target, states[:, 1:]).argmax(dim=-1)
     proposed = (batch.limit - batch.anchors - 1).clamp(max=config.block_size - 1)
     places = (batch.anchors[:, None] + slots).clamp(max=batch.input_ids.shape[1] - 1)
     right = (drafted == batch.input_ids.gather(1, places)) & (slots <= proposed[:, None])
@@ -156,7 +162,7 @@ def _draft(target, drafter, batch: _Batch) -> torch.Tensor:
     inputs = block_inputs(target.get_input_embeddings(), batch.input_ids.gather(1, blocks.anchors), drafter)
     embeds = inputs["noise_embeds"]
     batch_size, length = batch.input_ids.shape
-    rule = visibility(blocks, length, config.block_size, False, config.context_window)
+    rule = visibility(blocks, length, config.block_size, config.context_window)
     states = drafter(
         **inputs,
         context_hidden_states=embeds.new_zeros(batch_size, 0, context_size(config)),

@@ -39,6 +39,8 @@ class RetraceTrainingArguments(TrainingArguments):
         soft_share (`float`, *optional*, defaults to 0):
             Share s of soft targets in each slot's loss, (1 - s) CE(label) + s KL(target || drafter). The target's
             last states come from the cached features (`with_last=True`) or from a pass over the text.
+        soft_tokens (`int`, *optional*, defaults to 32):
+            How many of the target's likeliest tokens soft targets name. Of the others the sum of their mass counts.
         loss_chunk_size (`int`, *optional*, defaults to 1024):
             Rows whose logits over the vocabulary exist at once.
         loss_on_seen_tokens (`bool`, *optional*, defaults to `False`):
@@ -82,6 +84,7 @@ class RetraceTrainingArguments(TrainingArguments):
     loss_gamma_growth: float = field(default=0.0, metadata={"help": "What gamma grows by with each epoch."})
     dpace_alpha: float = field(default=0.5, metadata={"help": "alpha of D-PACE."})
     soft_share: float = field(default=0.0, metadata={"help": "Share of KL(target || drafter) in each slot's loss."})
+    soft_tokens: int = field(default=32, metadata={"help": "Tokens that soft targets name."})
     loss_chunk_size: int = field(default=1024, metadata={"help": "Rows whose logits exist at once."})
     loss_on_seen_tokens: bool = field(
         default=False, metadata={"help": "Softmax over the tokens that occur in the answers only."}
@@ -119,6 +122,7 @@ class RetraceTrainingArguments(TrainingArguments):
             ("num_anchors", 1),
             ("num_carried_rounds", 0),
             ("beta_warmup_steps", 0),
+            ("soft_tokens", 1),
             ("loss_chunk_size", 1),
             ("eval_max_prompts", 1),
             ("eval_max_new_tokens", 2),

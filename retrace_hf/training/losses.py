@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..few_rows import is_plain_linear
-
 
 # Decay of the slot weights by block size, as DFlash was trained (arXiv 2602.06036).
 _PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -28,6 +26,30 @@ class SlotLosses(NamedTuple):
     predictions: torch.Tensor
 
 
+class SoftTargets(NamedTuple):
+    """The target's likeliest next tokens; the mass of all others is what is missing to 1.
+
+    tokens (`torch.LongTensor` of shape `[..., k]`): Their places among the logits.
+    probabilities (`torch.Tensor` of shape `[..., k]`, float32): Of these tokens."""
+
+    tokens: torch.Tensor
+    probabilities: torch.Tensor
+
+
+@torch.no_grad()
+def soft_targets(
+    states: torch.Tensor, logits_fn: Callable[[torch.Tensor], torch.Tensor], count: int, chunk_size: int = 1024
+) -> SoftTargets:
+    """The `count` likeliest tokens behind each of the target's last states `[n, D]` (all, where there are fewer)."""
+
+    def of_chunk(rows):
+        shares = logits_fn(rows).softmax(-1, dtype=torch.float32)
+        return shares.topk(min(count, shares.shape[-1]), sorted=False)
+
+    parts = [of_chunk(rows) for rows in states.split(chunk_size)]
+    return SoftTargets(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Losses by rows whose logits live only chunk by chunk: each chunk's gradient is taken at once.
 
@@ -35,13 +57,13 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, states, labels, logits_fn, chunk_size, teacher_states, soft_share):
+    def forward(ctx, states, labels, logits_fn, chunk_size, teacher, soft_share):
         with_grad = ctx.needs_input_grad[0]
         parts, grads = [], []
         for start in range(0, len(states), chunk_size):
             chunk = slice(start, start + chunk_size)
-            teacher = teacher_states[chunk] if soft_share > 0 else None
-            losses, grad = _loss_of_chunk(states[chunk], labels[chunk], logits_fn, teacher, soft_share, with_grad)
+            soft = SoftTargets(*(part[chunk] for part in teacher)) if soft_share > 0 else None
+            losses, grad = _loss_of_chunk(states[chunk], labels[chunk], logits_fn, soft, soft_share, with_grad)
             parts.append(losses)
             if with_grad:
                 grads.append(grad)
@@ -62,31 +84,55 @@ class _ChunkedLoss(torch.autograd.Function):
         return grads * grad_losses[:, None].to(grads.dtype), None, None, None, None, None
 
 
-def _loss_of_chunk(states, labels, logits_fn, teacher_states, soft_share: float, with_grad: bool):
+def _loss_of_chunk(states, labels, logits_fn, teacher: SoftTargets | None, soft_share: float, with_grad: bool):
     """Loss, cross entropy and argmax of a chunk's rows, and the loss's gradient. A function of its own, so that one
     chunk's logits are gone before the next's are made."""
     with torch.set_grad_enabled(with_grad):
         rows = states.detach().requires_grad_(with_grad)
         logits = logits_fn(rows)  # [chunk, V]
-    scores = logits.detach().float()
-    # A copy where the head returned float32 itself: its output must stay as autograd saved it.
-    log_probs = scores - scores.logsumexp(-1, keepdim=True)
-    loss = cross_entropy = -log_probs.gather(1, labels[:, None]).squeeze(1)
-    teacher = None
-    if teacher_states is not None:
-        wanted = logits_fn(teacher_states).float().log_softmax(-1)
-        teacher = wanted.exp()
-        divergence = wanted.sub_(log_probs).mul_(teacher).sum(-1)
+    scores = logits.detach()
+    predictions = _argmax(scores)
+    shares = scores.softmax(-1, dtype=torch.float32)
+    at_label, at_best = (places[:, None] for places in (labels, predictions))
+    # The best token's share is never small, so that its logarithm is exact.
+    log_sum = scores.gather(1, at_best).float() - shares.gather(1, at_best).log()
+    loss = cross_entropy = (log_sum - scores.gather(1, at_label).float()).squeeze(1)
+    error = shares  # of hard labels: softmax - one-hot
+    if teacher is not None:
+        divergence = _soften(error, scores.gather(1, teacher.tokens).float() - log_sum, teacher, soft_share)
         loss = (1 - soft_share) * cross_entropy + soft_share * divergence
-    losses = (loss, cross_entropy, scores.argmax(-1))
+    losses = (loss, cross_entropy, predictions)
     if not with_grad:
         return losses, None
-    # softmax - (1 - share) one-hot - share * teacher, in place of the log-probabilities
-    error = log_probs.exp_()
-    error.scatter_add_(1, labels[:, None], torch.full_like(loss, soft_share - 1)[:, None])
-    if teacher is not None:
-        error.sub_(teacher, alpha=soft_share)
+    error.scatter_add_(1, at_label, torch.full_like(loss, soft_share - 1)[:, None])
     return losses, torch.autograd.grad(logits, rows, error.to(logits.dtype))[0]
+
+
+def _soften(error: torch.Tensor, log_shares: torch.Tensor, teacher: SoftTargets, soft_share: float) -> torch.Tensor:
+    """Turns a softmax `[c, V]`, in place, into softmax - share * targets, the loss's gradient but for the hard labels'
+    part. Returns KL(target || drafter) `[c]`.
+
+    The target's mass on the tokens that are not named is taken to lie as the drafter's own does, so that there only
+    the sum of it counts."""
+    wanted = teacher.probabilities
+    rest = (1 - wanted.sum(-1)).clamp(min=0)
+    own_rest = (1 - log_shares.exp().sum(-1)).clamp(min=1e-6)  # below that it is rounding
+    named = error.gather(1, teacher.tokens) - soft_share * wanted
+    error.mul_((1 - soft_share * rest / own_rest)[:, None])
+    error.scatter_(1, teacher.tokens, named)
+    divergence = (torch.xlogy(wanted, wanted) - wanted * log_shares).sum(-1)
+    return divergence + torch.xlogy(rest, rest / own_rest)
+
+
+def _argmax(logits: torch.Tensor, width: int = 1024) -> torch.Tensor:
+    """`logits.argmax(-1)` of `[c, V]`. On a CPU that reads bfloat16 a value at a time, where a maximum is read by
+    vectors: the best stretch of `width` is found by its maximum, and only that one is searched."""
+    size = logits.shape[-1]
+    if logits.device.type != "cpu" or size <= width:
+        return logits.argmax(-1)
+    best = torch.stack([stretch.amax(-1) for stretch in logits.split(width, dim=-1)], dim=-1).argmax(-1)
+    places = (best[:, None] * width + torch.arange(width)).clamp(max=size - 1)
+    return places.gather(1, logits.gather(1, places).argmax(-1, keepdim=True)).squeeze(1)
 
 
 def chunked_loss(
@@ -94,7 +140,7 @@ def chunked_loss(
     labels: torch.Tensor,
     logits_fn: Callable[[torch.Tensor], torch.Tensor],
     chunk_size: int = 1024,
-    teacher_states: torch.Tensor | None = None,
+    teacher: SoftTargets | None = None,
     soft_share: float = 0.0,
 ) -> SlotLosses:
     """(1 - s) CE(label) + s KL(target || drafter) of each row under a frozen head, without an `[n, V]` tensor.
@@ -104,16 +150,16 @@ def chunked_loss(
         labels (`torch.LongTensor` of shape `[n]`): Right tokens.
         logits_fn (`Callable`): `[c, D]` to logits `[c, V]`, row by row (the target's head).
         chunk_size (`int`): Rows whose logits exist at once.
-        teacher_states (`torch.Tensor` of shape `[n, D]`, *optional*):
-            The target's last hidden states that scored the labels; needed where `soft_share` is not 0.
+        teacher ([`SoftTargets`] of shapes `[n, k]`, *optional*):
+            What the target held likeliest where it scored the labels; needed where `soft_share` is not 0.
         soft_share (`float`, defaults to 0): s.
 
     Returns:
         [`SlotLosses`].
     """
-    if soft_share > 0 and teacher_states is None:
-        raise ValueError("soft_share needs teacher_states, the target's last hidden states that scored the labels.")
-    return SlotLosses(*_ChunkedLoss.apply(states, labels, logits_fn, chunk_size, teacher_states, soft_share))
+    if soft_share > 0 and teacher is None:
+        raise ValueError("soft_share needs a teacher, the target's likeliest tokens where it scored the labels.")
+    return SlotLosses(*_ChunkedLoss.apply(states, labels, logits_fn, chunk_size, teacher, soft_share))
 
 
 def decay_weights(supervised: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -143,34 +189,3 @@ def dpace_weights(losses: torch.Tensor, supervised: torch.Tensor, alpha: float =
     confidence = (1 - alpha) * torch.exp(-losses.detach()) + alpha
     reach = (confidence * supervised).cumprod(dim=-1)
     return reach.flip(-1).cumsum(-1).flip(-1) * supervised
-
-
-class SeenTokens:
-    """A part of the vocabulary: those tokens' rows of a frozen head, and their places in it.
-
-    Args:
-        head (`torch.nn.Linear`): The target's LM head, `[V, D]`.
-        token_ids (`Iterable[int]`): Tokens to keep.
-
-    Raises:
-        ValueError: the head is more than its weight and bias.
-    """
-
-    def __init__(self, head: torch.nn.Linear, token_ids):
-        if not is_plain_linear(head):
-            raise ValueError(
-                f"The target's head ({type(head).__name__}) is quantised, wrapped or offloaded, so some of its rows "
-                "cannot be had alone; set loss_on_seen_tokens=False."
-            )
-        self.token_ids = torch.tensor(sorted(set(token_ids)), device=head.weight.device)  # [n]
-        self.weight = head.weight.detach()[self.token_ids]
-        self.bias = None if head.bias is None else head.bias.detach()[self.token_ids]
-
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[c, D]` to logits `[c, n]`."""
-        return torch.nn.functional.linear(rows.to(self.weight.dtype), self.weight, self.bias)
-
-    def places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each label's place among the kept tokens, and whether it is one."""
-        places = torch.searchsorted(self.token_ids, labels).clamp(max=len(self.token_ids) - 1)
-        return places, self.token_ids[places] == labels

@@ -15,6 +15,7 @@ from ..noise import block_inputs
 from ..positions import block_positions
 from ..roomy_cache import roomy_cache
 from ..trajectory import RejectedTrajectory, align_trajectory
+from .block_attention import BlockAttention, visible_context
 from .recurrent_verification import SEGMENT, RecurrentText, has_recurrent_layers
 
 
@@ -84,47 +85,59 @@ def block_labels(
     return input_ids[rows, places], answers.cumprod(dim=-1).bool()
 
 
-def scoring_states(last: torch.Tensor, blocks: Blocks, block_size: int) -> torch.Tensor:
-    """The target's states that scored the labels of slots 1..B-1, `last[a + k - 1]` for slot k.
-
-    Args:
-        last (`torch.Tensor` of shape `[b, S, D]`): After the final norm.
+def scored_places(blocks: Blocks, block_size: int, length: int) -> torch.Tensor:
+    """Where in a text of `length` tokens the target scored the labels of slots 1..B-1, `a + k - 1` for slot k.
 
     Returns:
-        `torch.Tensor` of shape `[b, N, B - 1, D]`; at slots beyond the text the last state, for no label.
+        `torch.LongTensor` of shape `[b, N, B - 1]`; at slots beyond the text the last place, for no label.
     """
-    places = blocks.anchors.to(last.device)[..., None] + torch.arange(block_size - 1, device=last.device)
-    rows = torch.arange(last.shape[0], device=last.device)[:, None, None]
-    return last[rows, places.clamp(max=last.shape[1] - 1)]
+    places = blocks.anchors[..., None] + torch.arange(block_size - 1, device=blocks.anchors.device)
+    return places.clamp(max=length - 1)
 
 
 # Who may look where, by index: the one rule that dense masks and flex_attention's are both built from.
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def visible_context(anchors: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Every slot of a block sees the context strictly before its anchor, or only the last `window` tokens of it."""
-    seen = keys < anchors
-    return seen if window is None else seen & (keys >= anchors - window)
+def visible_block(queries: torch.Tensor, keys: torch.Tensor, block_size: int) -> torch.Tensor:
+    """A drafted slot sees its own block and no other. Both are counted over all slots, so that keys of the context are
+    negative."""
+    return (keys >= 0) & (keys // block_size == queries // block_size)
 
 
-def visible_block(queries: torch.Tensor, keys: torch.Tensor, block_size: int, causal: bool) -> torch.Tensor:
-    """A slot sees its own block and no other; only up to itself where `causal`. Both are counted over all slots, so
-    that keys of the context are negative."""
-    own = (keys >= 0) & (keys // block_size == queries // block_size)
-    return own & (keys <= queries) if causal else own
-
-
-def visibility(blocks: Blocks, context_length: int, block_size: int, causal: bool, window: int | None = None) -> Rule:
-    """The rule `(row, head, query, key) -> bool` of draft blocks, with a context `window` where they have one, or of
-    verified ones if `causal`. Queries are the `N * B` slots, keys the context and then the slots."""
+def visibility(blocks: Blocks, context_length: int, block_size: int, window: int | None = None) -> Rule:
+    """The rule `(row, head, query, key) -> bool` of draft blocks, with a context `window` where they have one. Queries
+    are the `N * B` slots, keys the context and then the slots."""
     anchors = blocks.anchors
 
     def sees(row, head, query, key):
         context = visible_context(anchors[row, query // block_size], key, window)
-        return context | visible_block(query, key - context_length, block_size, causal)
+        return context | visible_block(query, key - context_length, block_size)
 
     return sees
+
+
+def verified_visibility(places: torch.Tensor, starts: torch.Tensor, context_length: int, block_size: int) -> Rule:
+    """The rule of verified slots: each sees the text before the first slot of its block that runs, and the slots
+    of its block that run, up to itself.
+
+    Args:
+        places (`torch.LongTensor` of shape `[b, M]`): Which slot a query is, counted over all `N * B`.
+        starts (`torch.LongTensor` of shape `[b, M]`): Where in the text the first slot of its block that runs stands.
+    """
+    of_block = places // block_size
+
+    def sees(row, head, query, key):
+        own = (key - context_length).clamp(min=0)
+        same = (key >= context_length) & (of_block[row, query] == of_block[row, own])
+        return visible_context(starts[row, query], key) | (same & visible_slots(query, own))
+
+    return sees
+
+
+def visible_slots(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """A verified slot sees those before it and itself."""
+    return keys <= queries
 
 
 def dense_mask(rule: Rule, batch_size: int, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
@@ -229,18 +242,28 @@ def draft_blocks(
     config = module.config
     batch_size, num_anchors = blocks.anchors.shape
     inputs = block_inputs(embedding, input_ids.gather(1, blocks.anchors), module)
-    num_queries = num_anchors * config.block_size
     context_positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(batch_size, -1)
     positions = torch.cat([context_positions, block_positions(blocks.anchors, config.block_size)], dim=1)
-    rule = visibility(blocks, input_ids.shape[1], config.block_size, False, config.context_window)
     states = drafter(
         **inputs,
         context_hidden_states=features.to(device=module.device, dtype=module.dtype),
         position_ids=positions,
-        attention_mask=attention_mask(module, rule, batch_size, num_queries, positions.shape[1], input_ids.device),
+        attention_mask=_draft_mask(module, blocks, positions),
         trajectory=trajectory,
     ).last_hidden_state
     return states.view(batch_size, num_anchors, config.block_size, -1)
+
+
+def _draft_mask(drafter, blocks: Blocks, positions: torch.Tensor):
+    """What lets each block see its context and itself, as the drafter's attention takes it; positions of context and
+    slots `[b, S + N * B]`."""
+    config, device = drafter.config, positions.device
+    drops = drafter.training and config.attention_dropout > 0
+    if device.type == "cpu" and config._attn_implementation == "sdpa" and not drops:
+        return BlockAttention(blocks.anchors, config.block_size, config.context_window)
+    num_queries = blocks.anchors.shape[1] * config.block_size
+    rule = visibility(blocks, positions.shape[1] - num_queries, config.block_size, config.context_window)
+    return attention_mask(drafter, rule, positions.shape[0], num_queries, positions.shape[1], device)
 
 
 @torch.no_grad()
@@ -250,39 +273,57 @@ def verify_blocks(
     input_ids: torch.Tensor,
     drafted: torch.Tensor,
     blocks: Blocks,
+    first_rejected: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The frozen target over all drafted blocks in one forward; `cache` is given back as it came.
+    """The frozen target over drafted blocks in one forward; `cache` is given back as it came.
 
     Args:
         cache (`Cache` or [`RecurrentText`]): K/V over the `S` clean tokens, with room for the drafted ones.
         input_ids (`torch.LongTensor` of shape `[b, S]`): Clean tokens.
         drafted (`torch.LongTensor` of shape `[b, N, B - 1]`): Proposals of slots 1..B-1.
+        first_rejected (`torch.LongTensor` of shape `[b, N]`, *optional*):
+            Run only what a signal is made of: the slots from this one to B - 2 of valid blocks. The tokens before it
+            are the text's, and so are their K/V. By default all slots are run.
 
     Returns:
-        `torch.Tensor` of shape `[b, N, B, D]`: row j is the state after the final norm on slot j (0 is the anchor).
+        `torch.Tensor` of shape `[b, N, B, D]`: row j is the state after the final norm on slot j (0 is the anchor); 0
+        where the slot is not run.
     """
-    batch_size, length = input_ids.shape
-    num_anchors, block_size = drafted.shape[1], drafted.shape[2] + 1
     block_ids = torch.cat([input_ids.gather(1, blocks.anchors)[..., None], drafted], dim=-1)
-    if isinstance(cache, RecurrentText):
+    if isinstance(cache, RecurrentText):  # a state has all slots in it
         return cache.verify(input_ids, block_ids, *blocks)
+    (batch_size, length), (num_anchors, block_size) = input_ids.shape, (drafted.shape[1], drafted.shape[2] + 1)
+    slots = torch.arange(block_size, device=blocks.anchors.device)
+    first = torch.zeros_like(blocks.anchors) if first_rejected is None else first_rejected
+    runs = slots >= first[..., None]  # [b, N, B]
+    if first_rejected is not None:
+        runs &= (slots < block_size - 1) & blocks.valid[..., None]
+    runs = runs.flatten(1)
+    # One at least, so that every process that holds a part of the target runs it.
+    count = max(1, int(runs.sum(1).max()))
+    # In their order, those that are run before those that are not, which only fill up shorter rows.
+    places = runs.int().argsort(dim=1, descending=True, stable=True)[:, :count]
     block_ids = block_ids.flatten(1)
-    positions = block_positions(blocks.anchors, block_size)
+    starts = (blocks.anchors + first)[..., None].expand(-1, -1, block_size).flatten(1).gather(1, places)
+    positions = block_positions(blocks.anchors, block_size).gather(1, places)
+    rule = verified_visibility(places, starts, length, block_size)
     states = target.get_decoder()(
-        block_ids,
+        block_ids.gather(1, places),
         cache=cache,
         use_cache=True,
         position_ids=positions,
-        attention_mask=_verification_masks(target, blocks, positions, length, block_size),
+        attention_mask=_verification_masks(target, rule, positions, length),
     ).last_hidden_state
-    cache.crop(-block_ids.shape[1])
-    return states.view(batch_size, num_anchors, block_size, -1)
+    cache.crop(-count)
+    states = states.masked_fill(~runs.gather(1, places)[..., None].to(states.device), 0.0)
+    found = states.new_zeros(*block_ids.shape, states.shape[-1])
+    found.scatter_(1, places[..., None].expand_as(states).to(states.device), states)
+    return found.view(batch_size, num_anchors, block_size, -1)
 
 
-def _verification_masks(
-    target: PreTrainedModel, blocks: Blocks, positions: torch.Tensor, length: int, block_size: int
-):
-    """The mask of verification by layer type, for targets with sliding-window layers; one for all layers of others."""
+def _verification_masks(target: PreTrainedModel, full: Rule, positions: torch.Tensor, length: int):
+    """The mask of verification by layer type, for targets with sliding-window layers; one for all layers of others.
+    Positions of the slots `[b, M]`, behind a text of `length` tokens."""
     text = target.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or [])
@@ -291,9 +332,8 @@ def _verification_masks(
             f"The target has layers of {sorted(kinds - {'full_attention', 'sliding_attention'})}, over which drafted "
             "blocks cannot be verified in training"
         )
-    full = visibility(blocks, length, block_size, causal=True)
     context = torch.arange(length, device=positions.device).expand(positions.shape[0], -1)
-    key_positions = torch.cat([context, positions], dim=1)  # [b, S + N * B]
+    key_positions = torch.cat([context, positions], dim=1)  # [b, S + M]
 
     def sliding(row, head, query, key):
         near = positions[row, query] - key_positions[row, key] < window

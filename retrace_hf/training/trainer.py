@@ -14,18 +14,20 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from ..candidate_generator import check_pairing, draft_logits, transform_logits
+from ..candidate_generator import check_pairing
 from ..card import as_hub_id, write_card
 from ..context import context_size, gate_mean
 from ..data import RetraceDataCollator
+from ..draft_vocabulary import DraftVocabulary
 from ..files import write_text
 from ..hub import CARD, is_own, plain_hub_errors, read_card, read_hub_card, write_code
 from ..initialization import check_kv_reading
 from ..seeds import mixed_generator
+from ..target_head import draft_logits
 from .arguments import RetraceTrainingArguments
 from .checkpoints import is_whole, last_whole_checkpoint
 from .eval_prompts import draft_prompts, first_of_each_kind, read_eval_rows
-from .losses import SeenTokens, chunked_loss, decay_weights, default_gamma, dpace_weights
+from .losses import SoftTargets, chunked_loss, decay_weights, default_gamma, dpace_weights, soft_targets
 from .optimizer import is_mixture, muon_with_adamw
 from .recurrent_verification import has_recurrent_layers
 from .rollout import (
@@ -37,7 +39,7 @@ from .rollout import (
     draft_blocks,
     read_clean_text,
     sample_anchors,
-    scoring_states,
+    scored_places,
     shift_blocks,
     verify_blocks,
 )
@@ -140,7 +142,12 @@ class RetraceTrainer(Trainer):
             self.target.to(self.args.device)
         if self._verifies(self._config):
             check_verification(self.target)
-        self._seen = self._seen_tokens() if args.loss_on_seen_tokens else None
+        if args.loss_on_seen_tokens and self._config.draft_vocab_size is not None:
+            raise ValueError(
+                "loss_on_seen_tokens is set and the drafter has a draft vocabulary "
+                f"(draft_vocab_size={self._config.draft_vocab_size}), over which the loss then is; leave it out."
+            )
+        self._loss_vocabulary = self._make_loss_vocabulary()
 
     # -- anchors: drawn before the step, so that the loss can be normalised over the accumulated batch ---------------
 
@@ -165,10 +172,9 @@ class RetraceTrainer(Trainer):
 
     def _count_items(self, batch: dict, blocks: Blocks, gamma: float) -> torch.Tensor:
         """What the loss is divided by: sum of slot weights (decay) or blocks (D-PACE) of the fresh round."""
-        block_size = self._config.block_size
-        _, supervised = block_labels(batch["input_ids"], batch["loss_mask"], blocks, block_size)
         if self.args.loss_type == "dpace":
             return blocks.valid.sum().float()
+        _, supervised = self._labels(batch["input_ids"], batch["loss_mask"], blocks)
         return decay_weights(supervised, gamma).sum()
 
     def _verifies(self, config) -> bool:
@@ -221,15 +227,15 @@ class RetraceTrainer(Trainer):
             room = blocks.anchors.shape[1] * config.block_size if verifies else None
             features, last, cache = self._read_text(inputs, room)
         self._check_width(features)
+        teacher = None if last is None else self._teach(last, loss_mask)
 
         losses, trajectory = [], None
         embedding = self.target.get_input_embeddings()
         for carried in range(self.args.num_carried_rounds + 1):
             states = draft_blocks(model, embedding, input_ids, features, blocks, trajectory)
             self._record_gate()
-            labels, supervised = block_labels(input_ids, loss_mask, blocks, config.block_size)
-            teacher = None if last is None else scoring_states(last, blocks, config.block_size)
-            loss, drafted = self._block_loss(states, labels, supervised, blocks.valid, teacher)
+            labels, supervised = self._labels(input_ids, loss_mask, blocks)
+            loss, drafted = self._block_loss(states, labels, supervised, blocks, teacher)
             losses.append(loss)
             accepted = count_accepted(drafted, labels, supervised)
             self._record(carried, accepted, blocks)
@@ -239,10 +245,26 @@ class RetraceTrainer(Trainer):
                 verified = states  # overwrite and gated never read the target's states
                 if verifies:
                     with self._as_generate_runs_it():
-                        verified = verify_blocks(self.target, cache, input_ids, drafted, blocks)
+                        verified = verify_blocks(self.target, cache, input_ids, drafted, blocks, accepted + 1)
                 trajectory = carried_trajectory(states, verified, accepted)
             blocks = shift_blocks(blocks, accepted, loss_mask)
         return losses
+
+    @property
+    def _vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that head, loss and proposals run over; `None`: all."""
+        if self._loss_vocabulary is not None:
+            return self._loss_vocabulary
+        return DraftVocabulary.of(self._unwrapped, self.target)
+
+    def _labels(self, input_ids, loss_mask, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels of slots 1..B-1, and which are supervised (`[b, N, B - 1]`). One that is not among the drafted
+        tokens cannot be accepted: neither its slot nor those behind it are supervised."""
+        labels, supervised = block_labels(input_ids, loss_mask, blocks, self._config.block_size)
+        if self._vocabulary is not None:
+            known = self._vocabulary.places(labels)[1]
+            supervised = supervised & known.cumprod(dim=-1).bool()
+        return labels, supervised
 
     def _as_generate_runs_it(self):
         """The frozen target and its head in their own dtype, whatever precision the drafter trains in: features and
@@ -272,27 +294,42 @@ class RetraceTrainer(Trainer):
                 f"target_layer_ids={config.target_layer_ids}{kv}; build them for these (TargetFeatures.build_or_open)."
             )
 
-    def _block_loss(self, states, labels, supervised, valid, teacher=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _teach(self, last: torch.Tensor, loss_mask: torch.Tensor) -> SoftTargets:
+        """What the target held likeliest behind each token of the text, `[b, S, k]`: once a token, however many slots
+        are drafted there. Tokens behind which no answer token stands have none."""
+        scores = torch.zeros_like(loss_mask)
+        scores[:, :-1] = loss_mask[:, 1:]
+        found = soft_targets(last[scores], self._logits, self.args.soft_tokens, self.args.loss_chunk_size)
+        whole = (part.new_zeros(*scores.shape, part.shape[-1]) for part in found)
+        return SoftTargets(*(out.index_put_((scores,), part) for out, part in zip(whole, found)))
+
+    def _block_loss(self, states, labels, supervised, blocks, teacher=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted sum of losses over the slots of valid blocks, and the drafted tokens `[b, N, B - 1]`."""
+        valid = blocks.valid
+        if teacher is not None:
+            places = scored_places(blocks, states.shape[2], teacher.tokens.shape[1])[valid].flatten()
+            of_block = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[valid]
+            of_slot = of_block.repeat_interleave(states.shape[2] - 1)
+            teacher = SoftTargets(*(part[of_slot, places] for part in teacher))
         rows = states[:, :, 1:][valid]  # [n, B - 1, D]
         row_labels, supervised = labels[valid], supervised[valid]
-        if self._seen is not None:
-            row_labels, known = self._seen.places(row_labels)
-            supervised = supervised & known.cumprod(dim=-1).bool()
+        vocabulary = self._vocabulary
+        if vocabulary is not None:
+            row_labels = vocabulary.places(row_labels)[0]
         loss, cross_entropy, predictions = chunked_loss(
             rows.flatten(0, 1),
             row_labels.flatten(),
             self._logits,
             self.args.loss_chunk_size,
-            None if teacher is None else teacher[valid].flatten(0, 1),
+            teacher,
             self.args.soft_share,
         )
         if self.args.loss_type == "dpace":
             weights = dpace_weights(cross_entropy.view(row_labels.shape), supervised, self.args.dpace_alpha)
         else:
             weights = decay_weights(supervised, self._gamma(self.model.training))
-        if self._seen is not None:
-            predictions = self._seen.token_ids[predictions]
+        if vocabulary is not None:
+            predictions = vocabulary.token_ids.to(predictions.device)[predictions]
         drafted = torch.zeros_like(labels)
         drafted[valid] = predictions.view(row_labels.shape)
         # The empty sum keeps every parameter in the graph of a rank without anchors.
@@ -300,16 +337,22 @@ class RetraceTrainer(Trainer):
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         with self._as_generate_runs_it():
-            if self._seen is not None:
-                return transform_logits(self.target, self._seen.logits(rows))
-            return draft_logits(self.target, rows)
+            vocabulary = self._vocabulary
+            return draft_logits(self.target, rows) if vocabulary is None else vocabulary.logits(rows)
 
-    def _seen_tokens(self) -> SeenTokens:
-        """Reads the training set once: every token that is an answer's."""
+    def _make_loss_vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that the loss runs over where no proposal comes of it, so that it may be in half precision."""
+        if self.args.num_carried_rounds:
+            return None
+        dtype = torch.bfloat16 if self.args.bf16 else None
+        if self._config.draft_vocab_size is not None:
+            return DraftVocabulary(self.target, self._unwrapped.draft_token_ids, dtype)
+        if not self.args.loss_on_seen_tokens:
+            return None
         seen = set()
         for row in self.train_dataset:
             seen.update(t for t, answer in zip(row["input_ids"], row["loss_mask"]) if answer)
-        return SeenTokens(self.target.get_output_embeddings(), seen)
+        return DraftVocabulary(self.target, torch.tensor(sorted(seen)), dtype)
 
     def _set_beta(self):
         if not self.model.training:  # in evaluation the module takes it as 1
