@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .configuration_retrace import CONTEXT_FIELDS, READS_TARGET_KV, RetraceConfig
 from .context import default_kv_layer_ids
 from .draft_vocabulary import check_token_ids
-from .initialization import target_kv_fields
+from .initialization import target_kv_fields, without_mrope
 from .positions import fit_steps
 
 
@@ -303,8 +303,7 @@ def layout_of(raw: dict) -> str:
 
 
 def _rope(flat: dict) -> dict:
-    rope = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope = without_mrope(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
     if rope.get("rope_theta") is None:
         if flat.get("rope_theta") is None:
             raise ValueError("The checkpoint's config names no rope_theta.")

@@ -161,11 +161,17 @@ def _full_attention_rope(text) -> dict:
     rope = dict(getattr(text, "rope_parameters", None) or {})
     if "full_attention" in rope:
         rope = dict(rope["full_attention"])
-    rope = {k: v for k, v in rope.items() if k not in _MROPE_KEYS}
-    if rope.get("rope_type") == "mrope":
-        rope["rope_type"] = "default"
-    rope.setdefault("rope_type", "default")
+    rope = without_mrope(rope)
     rope.setdefault("rope_theta", float(getattr(text, "rope_theta", None) or 10000.0))
+    return rope
+
+
+def without_mrope(rope: dict) -> dict:
+    """A RoPE entry for text alone, whose positions are the same in all three dimensions of an image's."""
+    rope = {k: v for k, v in rope.items() if k not in _MROPE_KEYS}
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] == "mrope":
+        rope["rope_type"] = "default"
     return rope
 
 

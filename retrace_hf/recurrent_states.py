@@ -72,6 +72,14 @@ def continues_a_cache(target: PreTrainedModel) -> bool:
     return _CHECKED.get(target, True)
 
 
+def positions_behind(target: PreTrainedModel, ids: torch.LongTensor, start: int) -> dict:
+    """`position_ids` of tokens `[b, n]` behind `start` others, for a decoder that takes any: some count from 0 where
+    they are not told."""
+    if "position_ids" not in inspect.signature(target.get_decoder().forward).parameters:
+        return {}
+    return {"position_ids": torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)}
+
+
 @torch.no_grad()
 def _try(target: PreTrainedModel) -> bool:
     """Verifies blocks of known tokens, takes wrong ones back, and goes on; returns whether a pass longer than a block
@@ -79,12 +87,9 @@ def _try(target: PreTrainedModel) -> bool:
     text, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
     device = target.get_input_embeddings().weight.device
     ids = (torch.arange(3, 3 + 4 * _BLOCK, device=device) % text.vocab_size)[None]
-    placed = "position_ids" in inspect.signature(decoder.forward).parameters
 
     def read(tokens: torch.LongTensor, cache: Cache | None, start: int) -> torch.Tensor:
-        # As generate() does: some count from 0 where they are not told.
-        positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
-        options = {"position_ids": positions} if placed else {}
+        options = positions_behind(target, tokens, start)
         out = decoder(tokens, cache=cache, use_cache=cache is not None, output_hidden_states=[1], **options)
         if out.hidden_states[0] is not None:
             raise RuntimeError("it hands over the states of other layers than those asked for")
@@ -140,13 +145,13 @@ class CacheAtStart:
 
     def __init__(self, cache: Cache, length: int):
         self.length = length
-        self.states = {id(layer): _copied(layer) for layer in cache.layers if is_recurrent(layer)}
+        self.states = {id(layer): copied_states(layer) for layer in cache.layers if is_recurrent(layer)}
 
     def roll_back(self, cache: Cache, verified: int) -> None:
         """Drops all tokens behind the first `verified`. Layer by layer, since a pass that failed half-way has grown
         some of them only."""
         for layer in cache.layers:
-            attention = _attention_part(layer)
+            attention = attention_part(layer)
             surplus = int(attention.get_seq_length(layer)) - verified if attention is not None else 0
             if surplus > 0:
                 attention.crop(layer, -surplus)
@@ -158,14 +163,14 @@ class CacheAtStart:
                 vars(layer).update(self.states[id(layer)])
 
 
-def _attention_part(layer) -> type | None:
+def attention_part(layer) -> type | None:
     """The class whose methods see a layer's keys and values, where it has any."""
     bases = type(layer).__mro__
     plain = (c for c in bases if issubclass(c, CacheLayerMixin) and not issubclass(c, LinearAttentionCacheLayerMixin))
     return next(plain, None)
 
 
-def _copied(layer) -> dict:
+def copied_states(layer) -> dict:
     """What a recurrent layer holds of its text."""
     held = {"cumulative_length_linear": layer.cumulative_length_linear.clone()}
     for name in ("conv_states", "recurrent_states"):
@@ -195,4 +200,13 @@ def fill_short_convolutions(cache: Cache) -> None:
                 layer.conv_states[i] = torch.nn.functional.pad(states, (missing, 0))
 
 
-__all__ = ["CacheAtStart", "check_rollback", "continues_a_cache", "fill_short_convolutions", "is_recurrent"]
+__all__ = [
+    "CacheAtStart",
+    "attention_part",
+    "check_rollback",
+    "continues_a_cache",
+    "copied_states",
+    "fill_short_convolutions",
+    "is_recurrent",
+    "positions_behind",
+]

@@ -4,6 +4,7 @@ import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from retrace_hf import RetraceDrafter
 
@@ -64,6 +65,37 @@ def plain(target: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens: int
     """What `generate()` gives without a drafter, greedily unless told otherwise."""
     kwargs = {"do_sample": False, **kwargs}
     return target.generate(input_ids=prompt, max_new_tokens=max_new_tokens, **kwargs)
+
+
+@torch.no_grad()
+def by_steps(target: PreTrainedModel, ids: torch.LongTensor) -> torch.Tensor:
+    """The target's states after the final norm `[b, S, D]`, read one token after another."""
+    cache, states = DynamicCache(config=target.config.get_text_config(decoder=True)), []
+    for i, token in enumerate(ids.split(1, dim=1)):
+        positions = torch.full_like(token, i)
+        states.append(target(token, cache=cache, position_ids=positions, output_hidden_states=True).hidden_states[-1])
+    return torch.cat(states, dim=1)
+
+
+@torch.no_grad()
+def is_the_pass_over(target: PreTrainedModel, ids: torch.LongTensor, found: torch.Tensor) -> bool:
+    """Whether `found`, `[n, D]`, are the last `n` states of the text `[1, S]`, to 1e-5; or, where a target's scan is
+    rounded worse than that, as near to the pass in float64 as plain passes are, of all tokens or of one after another.
+    """
+
+    def error(states, expected):
+        return float((states - expected).norm() / expected.norm())
+
+    def last(model):
+        return model.get_decoder()(ids, use_cache=False).last_hidden_state[0, -len(found) :].double()
+
+    plain, found = last(target), found.double()
+    if error(found, plain) < 1e-5:
+        return True
+    in_double = deepcopy(target).double()
+    in_double.set_experts_implementation("eager")  # the others have no float64
+    exact, steps = last(in_double), by_steps(target, ids)[0, -len(found) :].double()
+    return error(found, exact) < 2 * max(error(plain, exact), error(steps, exact))
 
 
 @torch.no_grad()
@@ -163,22 +195,22 @@ LETTERS_TEMPLATE = (
 )
 
 
-def letters_chat_target(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def letters_chat_target(seed: int = 0, family: str = "llama") -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A tiny target that chats in letters and ends some answers, with the eos token or with another, `<|eot|>`."""
     tokenizer = letters_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|end|>"})
     tokenizer.add_tokens(["<|system|>", "<|user|>", "<|assistant|>", "<|eot|>"], special_tokens=True)
     tokenizer.chat_template = LETTERS_TEMPLATE
     ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|eot|>"])
-    target = tiny_target("llama", seed=seed, vocab_size=len(tokenizer), eos_token_id=ends)
+    target = tiny_target(family, seed=seed, vocab_size=len(tokenizer), eos_token_id=ends)
     with torch.no_grad():
         target.get_output_embeddings().weight[ends] *= 2.0
     return target, tokenizer
 
 
-def save_letters_target(folder: Path, before_template: str = "") -> Path:
+def save_letters_target(folder: Path, before_template: str = "", family: str = "llama") -> Path:
     """That target in a folder, with more of Jinja in front of its template. Returns the folder."""
-    target, tokenizer = letters_chat_target()
+    target, tokenizer = letters_chat_target(family=family)
     tokenizer.chat_template = before_template + tokenizer.chat_template
     target.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..few_rows import is_plain_linear
+from ..recurrent_states import positions_behind
 from ..roomy_cache import roomy_cache
 from ..seeds import mixed_generator
 from ..target_head import draft_logits, transform_logits
@@ -181,7 +182,8 @@ def chat_rows(
     unsaid = torch.tensor([i for i in tokenizer.all_special_ids if i != parts.end], dtype=torch.long, device=device)
     ids = torch.tensor([[chat.take() for _ in parts.start] for chat in chats], device=device)
     while len(chats[0].ids) < length:
-        states = target.get_decoder()(ids, cache=cache, use_cache=True).last_hidden_state[:, -1]
+        placed = positions_behind(target, ids, len(chats[0].ids) - ids.shape[1])
+        states = target.get_decoder()(ids, cache=cache, use_cache=True, **placed).last_hidden_state[:, -1]
         answering = [i for i, chat in enumerate(chats) if chat.answers_next]
         asking = [i for i, chat in enumerate(chats) if chat.asks_next]
         states = states[answering + asking]

@@ -16,6 +16,7 @@ from ..positions import block_positions
 from ..roomy_cache import roomy_cache
 from ..trajectory import RejectedTrajectory, align_trajectory
 from .block_attention import BlockAttention, visible_context
+from .recurrent_verification import SEGMENT, RecurrentText, has_recurrent_layers
 
 
 class Blocks(NamedTuple):
@@ -28,11 +29,11 @@ class Blocks(NamedTuple):
 
 class TargetPass(NamedTuple):
     """features (`[b, S, C]`): The rows of context (`context.py`). last (`[b, S, D]`): The states after the final norm.
-    cache: The target's K/V over the clean tokens, where asked for."""
+    cache: The target's K/V over the clean tokens, where asked for, and its recurrent states where it has any."""
 
     features: torch.Tensor
     last: torch.Tensor
-    cache: Cache | None
+    cache: Cache | RecurrentText | None
 
 
 def eligible_anchors(loss_mask: torch.Tensor) -> torch.Tensor:
@@ -186,6 +187,8 @@ def read_clean_text(
     text = target.config.get_text_config(decoder=True)
     layers = text.num_hidden_layers
     length, cache = input_ids.shape[1], None
+    if room is not None and has_recurrent_layers(target):
+        return _read_in_segments(target, input_ids, target_layer_ids, target_kv_layer_ids)
     if room is not None or target_kv_layer_ids:
         cache = roomy_cache(text, length + (room or 0))
     out = target.get_decoder()(
@@ -196,6 +199,22 @@ def read_clean_text(
     )
     rows = gather_context_rows(out.hidden_states, target_layer_ids, cache, target_kv_layer_ids, 0, length)
     return TargetPass(rows, out.last_hidden_state, None if room is None else cache)
+
+
+def _read_in_segments(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    target_layer_ids: list[int],
+    target_kv_layer_ids: list[int] | None,
+) -> TargetPass:
+    text = RecurrentText(target, input_ids.shape[1])
+    captured = captured_layers(target_layer_ids, text.config.num_hidden_layers, with_last=False)
+    rows, last = [], []
+    for start, end, out in text.read(input_ids, captured):
+        kv = (text.cache, target_kv_layer_ids, start, end)
+        rows.append(gather_context_rows(out.hidden_states, target_layer_ids, *kv))
+        last.append(out.last_hidden_state)
+    return TargetPass(torch.cat(rows, dim=1), torch.cat(last, dim=1), text)
 
 
 def draft_blocks(
@@ -250,7 +269,7 @@ def _draft_mask(drafter, blocks: Blocks, positions: torch.Tensor):
 @torch.no_grad()
 def verify_blocks(
     target: PreTrainedModel,
-    cache: Cache,
+    cache: Cache | RecurrentText,
     input_ids: torch.Tensor,
     drafted: torch.Tensor,
     blocks: Blocks,
@@ -259,7 +278,7 @@ def verify_blocks(
     """The frozen target over drafted blocks in one forward; `cache` is given back as it came.
 
     Args:
-        cache (`Cache`): K/V over the `S` clean tokens, with room for the drafted ones.
+        cache (`Cache` or [`RecurrentText`]): K/V over the `S` clean tokens, with room for the drafted ones.
         input_ids (`torch.LongTensor` of shape `[b, S]`): Clean tokens.
         drafted (`torch.LongTensor` of shape `[b, N, B - 1]`): Proposals of slots 1..B-1.
         first_rejected (`torch.LongTensor` of shape `[b, N]`, *optional*):
@@ -270,6 +289,9 @@ def verify_blocks(
         `torch.Tensor` of shape `[b, N, B, D]`: row j is the state after the final norm on slot j (0 is the anchor); 0
         where the slot is not run.
     """
+    block_ids = torch.cat([input_ids.gather(1, blocks.anchors)[..., None], drafted], dim=-1)
+    if isinstance(cache, RecurrentText):  # a state has all slots in it
+        return cache.verify(input_ids, block_ids, *blocks)
     (batch_size, length), (num_anchors, block_size) = input_ids.shape, (drafted.shape[1], drafted.shape[2] + 1)
     slots = torch.arange(block_size, device=blocks.anchors.device)
     first = torch.zeros_like(blocks.anchors) if first_rejected is None else first_rejected
@@ -281,7 +303,7 @@ def verify_blocks(
     count = max(1, int(runs.sum(1).max()))
     # In their order, those that are run before those that are not, which only fill up shorter rows.
     places = runs.int().argsort(dim=1, descending=True, stable=True)[:, :count]
-    block_ids = torch.cat([input_ids.gather(1, blocks.anchors)[..., None], drafted], dim=-1).flatten(1)
+    block_ids = block_ids.flatten(1)
     starts = (blocks.anchors + first)[..., None].expand(-1, -1, block_size).flatten(1).gather(1, places)
     positions = block_positions(blocks.anchors, block_size).gather(1, places)
     rule = verified_visibility(places, starts, length, block_size)
@@ -337,14 +359,19 @@ def check_verification(target: PreTrainedModel) -> None:
     """
     text = target.config.get_text_config(decoder=True)
     device = target.device
-    ids = torch.arange(14, device=device)[None] % text.vocab_size
-    anchors = torch.tensor([[4, 7]], device=device)
+    recurrent = has_recurrent_layers(target)
+    second = 7 + (SEGMENT if recurrent else 0)  # behind states that were kept
+    ids = torch.arange(second + 7, device=device)[None] % text.vocab_size
+    anchors = torch.tensor([[4, second]], device=device)
     drafted = ids[:, [1, 9, 2, 0, 3, 10]].view(1, 2, 3)
-    cache = roomy_cache(text, ids.shape[1] + 8)
     decoder = target.get_decoder()
     cure = "use conditioning='gated' or 'none', which need no verification."
     try:
-        decoder(ids, cache=cache, use_cache=True)
+        if recurrent:
+            cache = read_clean_text(target, ids, [0], room=8).cache
+        else:
+            cache = roomy_cache(text, ids.shape[1] + 8)
+            decoder(ids, cache=cache, use_cache=True)
         found = verify_blocks(target, cache, ids, drafted, Blocks(anchors, torch.ones_like(anchors, dtype=torch.bool)))
     except (TypeError, ValueError) as error:
         raise ValueError(

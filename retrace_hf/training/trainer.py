@@ -29,6 +29,7 @@ from .checkpoints import is_whole, last_whole_checkpoint
 from .eval_prompts import draft_prompts, first_of_each_kind, read_eval_rows
 from .losses import SoftTargets, chunked_loss, decay_weights, default_gamma, dpace_weights, soft_targets
 from .optimizer import is_mixture, muon_with_adamw
+from .recurrent_verification import has_recurrent_layers
 from .rollout import (
     Blocks,
     block_labels,
@@ -130,6 +131,12 @@ class RetraceTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
         if self._is_zero3:
+            if self._verifies(self._config) and has_recurrent_layers(target):
+                # Each pass of a sharded target waits for all processes, and they need other numbers of them.
+                raise ValueError(
+                    f"{type(target).__name__} keeps a recurrent state, so what is drafted for it cannot be verified "
+                    "while it is sharded over processes (ZeRO-3); use DDP or ZeRO-2, or conditioning='gated'."
+                )
             shard_target(self.target, self.args)
         elif self.target.device != self.args.device and not hasattr(self.target, "hf_device_map"):
             self.target.to(self.args.device)
