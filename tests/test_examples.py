@@ -421,6 +421,27 @@ def test_a_curve_of_tau_against_tokens(folder, traffic, run, tmp_path, monkeypat
     run.fails("plot_learning_curve.py", tmp_path / "old.json", message="without num_input_tokens_seen; train with")
 
 
+def test_a_curve_of_checkpoints_over_blocks(run, tmp_path, monkeypatch, capsys):
+    history = [{"step": step, "num_blocks_seen": 100 * step, "tau_fresh": 2.0 + step} for step in (1, 2)]
+    (tmp_path / "run.json").write_text(json.dumps({"log_history": [*history, {"step": 2, "eval_tau": 2.5}]}))
+    taus = {"2": 1.75, "0": 1.5, "plain": 1.0}
+    variants = {name: {"all": {"acceptance_length": tau}} for name, tau in taus.items()}
+    (tmp_path / "results.json").write_text(json.dumps({"variants": variants}))
+    drawn, real = {}, matplotlib.axes.Axes.plot
+    monkeypatch.setattr(
+        matplotlib.axes.Axes, "plot", lambda self, *a, **k: (drawn.update({k["label"]: a}), real(self, *a, **k))[1]
+    )
+    options = ["--over", "blocks", "--output", tmp_path / "curve.png", "--results", tmp_path / "results.json"]
+    run("plot_learning_curve.py", tmp_path / "run.json", *options)
+    assert drawn["eval all"] == ((0, 200), (1.5, 1.75)) and drawn["tau_fresh"] == ((100, 200), (3.0, 4.0))
+    assert drawn["eval_tau"] == ((200,), (2.5,))
+    assert "| 0 | 1.500 |\n| 200 | 1.750 |" in capsys.readouterr().out
+    both = [tmp_path / "run.json"] * 2
+    run.fails("plot_learning_curve.py", *both, *options, message="goes with one run, not 2")
+    (tmp_path / "results.json").write_text(json.dumps({"variants": {"7": variants["0"]}}))
+    run.fails("plot_learning_curve.py", tmp_path / "run.json", *options, message="logged nothing at step 7")
+
+
 @pytest.mark.slow
 def test_the_ablation_trains_measures_and_goes_on(folder, run, tmp_path, monkeypatch, capsys):
     """Three contexts, both arms of each; stopped in between; then all is there and nothing runs again."""

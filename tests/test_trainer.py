@@ -279,6 +279,17 @@ def test_tau_of_training_and_of_evaluation_are_logged_apart(target, tmp_path):
     assert tested["test_tau_fresh"] == evaluated[0]
 
 
+def test_blocks_seen_are_counted_also_by_a_run_that_goes_on(target, tmp_path):
+    drafter, rows = tiny_drafter(target, conditioning="none"), rows_of(target, count=3)
+    options = {"num_carried_rounds": 1, "per_device_train_batch_size": 2, "num_anchors": 5, "logging_steps": 1}
+    options |= {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(drafter, target, tmp_path, rows, max_steps=2, **options).train()
+    trainer = make_trainer(drafter, target, tmp_path, rows, max_steps=4, **options)
+    trainer.train(resume_from_checkpoint=True)
+    seen = [entry["num_blocks_seen"] for entry in trainer.state.log_history if "num_blocks_seen" in entry]
+    assert seen == [10, 15, 25, 30]  # of the fresh round, in batches of two rows and of one
+
+
 def test_accumulation_changes_nothing(target, tmp_path):
     """Two batches of two or one of four: the same anchors, the same update."""
     rows, states = rows_of(target), []

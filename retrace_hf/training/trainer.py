@@ -48,6 +48,8 @@ from .sharding import check_fsdp, check_not_sharded, shard_target
 
 logger = logging.get_logger(__name__)
 
+_BLOCKS = "num_blocks_seen"  # fresh blocks drafted in training, as logged
+
 # What Trainer offers for models that return logits; here it would do nothing, and say nothing.
 _WITHOUT_LOGITS = {
     "compute_loss_func": "the loss is set by loss_type and soft_share",
@@ -401,19 +403,24 @@ class RetraceTrainer(Trainer):
         sums = self._sums[self.model.training]
         sums[name] = sums[name] + torch.stack([value.detach().float(), count.float()])
 
-    def _means(self, training: bool) -> dict[str, float]:
-        """Means over all processes since they were last asked for; those of nothing are left out."""
+    def _means(self, training: bool) -> dict[str, tuple[float, float]]:
+        """Means over all processes since they were last asked for, and of how many; those of nothing are left out."""
         means, sums = {}, self._sums[training]
         for name in sorted(sums):
             value, count = self.accelerator.reduce(sums[name], reduction="sum").tolist()
             if count > 0:
-                means[name] = value / count
+                means[name] = (value / count, count)
         sums.clear()
         return means
 
     def log(self, logs: dict, *args, **kwargs):
         if "loss" in logs:
-            logs |= {name: round(mean, 4) for name, mean in self._means(training=True).items() if name != "loss"}
+            means = self._means(training=True)
+            logs |= {name: round(mean, 4) for name, (mean, _) in means.items() if name != "loss"}
+            if "tau_fresh" in means:
+                # Read from the log, which a run that goes on brings with it.
+                before = next((e[_BLOCKS] for e in reversed(self.state.log_history) if _BLOCKS in e), 0)
+                logs[_BLOCKS] = before + int(means["tau_fresh"][1])
         super().log(logs, *args, **kwargs)
 
     def _track_num_input_tokens(self, inputs):
@@ -451,7 +458,7 @@ class RetraceTrainer(Trainer):
                     f"The {description.lower()} set gave no batch: it is empty, or dataloader_drop_last is set "
                     f"and it has fewer rows than per_device_eval_batch_size={self.args.per_device_eval_batch_size}."
                 )
-            means = self._means(training=False)
+            means = {name: mean for name, (mean, _) in self._means(training=False).items()}
             if "loss" not in means:
                 raise ValueError(
                     f"No row of the {description.lower()} set has two answer tokens in a row (column 'loss_mask'), so "
