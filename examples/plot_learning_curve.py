@@ -65,7 +65,7 @@ def curves(history: list[dict], metrics: list[str] | None, run: Path, seen: str)
 
 
 def measured(results: Path, history: list[dict], seen: str, run: Path) -> dict[str, list[tuple[int, float]]]:
-    """By kind of prompt, tokens or blocks seen and tau of the arms that are named by steps of the run, 0 for its start."""
+    """By kind of prompt, tokens or blocks seen and tau of the arms that are named by steps (0: the start)."""
     by_step = {0: 0, **{entry["step"]: entry[seen] for entry in history if seen in entry}}
     variants = json.loads(results.read_text(encoding="utf-8"))["variants"]
     found = {}
