@@ -57,6 +57,7 @@ CONTRACTS = {
     "_forward_hooks": "test_module_hooks",
     "_forward_pre_hooks": "test_module_hooks",
     "_apply": "test_modules_are_cast",
+    "_version": "test_tensors_count_what_is_written_to_them",
 }
 
 
@@ -652,6 +653,17 @@ def test_module_hooks():
             f"torch {torch.__version__}: a module keeps no {name}. retrace_hf/few_rows.py "
             "is_plain_linear() stands on it; mend it there."
         )
+
+
+def test_tensors_count_what_is_written_to_them():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    before = getattr(weight, "_version", None)
+    with torch.no_grad():
+        weight.add_(1)
+    assert before is not None and weight._version > before, (
+        f"torch {torch.__version__}: a tensor keeps no count of writes. retrace_hf/draft_vocabulary.py _state_of() "
+        "stands on it; mend it there."
+    )
 
 
 # -- criteria and processors -----------------------------------------------------------------------------------------

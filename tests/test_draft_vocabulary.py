@@ -287,7 +287,8 @@ def test_the_loss_against_a_loop(target, tmp_path, soft_share):
     said = sorted({token for row in rows for token in row["input_ids"][9:]})
     tokens = torch.tensor(said[: len(said) * 3 // 4])
     drafter = trimmed(target, tokens)
-    trainer = make_trainer(drafter, target, tmp_path, rows, num_carried_rounds=0, soft_share=soft_share)
+    options = {"num_carried_rounds": 0, "soft_share": soft_share, "soft_tokens": len(tokens)}
+    trainer = make_trainer(drafter, target, tmp_path, rows, **options)
     batch = RetraceDataCollator()(rows)
     loss = trainer.compute_loss(drafter, dict(batch)).item()
     blocks = trainer._draw_anchors(batch["loss_mask"], first=0)
